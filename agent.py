@@ -63,7 +63,6 @@ class Settings:
     max_steps: int = 10  # model calls a question (article 001, 4.5: 5 to 10)
     timeout: float = 30.0  # seconds a command may run (article 003)
     observation_limit: int = 3000  # characters of a command's output (article 003)
-    temperature: float = 0.0  # the same question, the same reply, as far as a server can
     read_timeout: float = 120.0  # seconds between two pieces of a reply (10 to connect)
     stop: tuple[str, ...] = ("\nObservation:", "\n观察")  # where models begin to invent results
     skills_dir: Path = ROOT / "skills"
@@ -74,10 +73,7 @@ class Settings:
 
     def redact(self, text: str) -> str:
         """The text cleaned (see `clean`), and with every known key replaced by `[key]`."""
-        text = clean(text)
-        for secret in self.secrets:
-            text = text.replace(secret, "[key]")
-        return text
+        return functools.reduce(lambda t, key: t.replace(key, "[key]"), self.secrets, clean(text))
 
 
 # ──── Part I · 2 Model: messages in, a reply out; only this section knows of the network ─────
@@ -109,26 +105,29 @@ class OpenAIModel:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.name = settings, settings.model
         self.client: Any = None
-        options = {"temperature": settings.temperature, "stop": list(settings.stop)}
+        # 0: the same question gets the same reply, as far as the server can.
+        options = {"temperature": 0.0, "stop": list(settings.stop)}
         self.options = {name: value for name, value in options.items() if value != []}
         self.options["stream_options"] = {"include_usage": True}
 
     def __call__(self, messages: list[Message], on_text: OnText) -> Reply:
         """Asks once; `on_text` sees the reply while it is written."""
-        reply = nothing = Reply("", finish="")
+        reply, text, shown = Reply("", finish=""), "", 0
+        # What could be the beginning of a key waits until it is clear that it isn't.
+        held = max(map(len, self.settings.secrets), default=0)
         # Closed on Ctrl-C too, so that the server stops writing.
         with contextlib.closing(self.stream(messages)) as pieces:
             for piece in pieces:
-                finish, usage = piece.finish or reply.finish, piece.usage or reply.usage
-                text, reasoning = reply.text + piece.text, reply.reasoning + piece.reasoning
-                reply = Reply(text, reasoning, finish, usage)
-                for part, is_reasoning in ((piece.reasoning, True), (piece.text, False)):
-                    if part:
-                        on_text(self.settings.redact(part), is_reasoning)
-        if reply == nothing:
+                reply = Reply(reply.text + piece.text, reply.reasoning + piece.reasoning,
+                              piece.finish or reply.finish, piece.usage or reply.usage)
+                on_text(self.settings.redact(piece.reasoning), True)
+                text = self.settings.redact(reply.text)
+                on_text(text[shown : len(text) - held], False)
+                shown = max(shown, len(text) - held)
+        on_text(text[shown:], False)
+        if reply == Reply("", finish=""):
             raise self.explain(ValueError("the server's stream held no reply"))
-        text, reasoning = map(self.settings.redact, (reply.text, reply.reasoning))
-        return reply._replace(text=text, reasoning=reasoning)
+        return reply._replace(text=text, reasoning=self.settings.redact(reply.reasoning))
 
     def stream(self, messages: list[Message]) -> Generator[Reply, None, None]:
         """The pieces of a reply until it ends or the connection breaks; of a plain reply, one."""
@@ -143,9 +142,10 @@ class OpenAIModel:
                         yield from map(read_chunk, response.parse(to=openai.Stream[object]))
                 else:
                     text = response.http_response.read().decode(errors="replace")
-                    if not json.loads(text).get("choices"):
+                    body = json.loads(text)
+                    if not isinstance(body, dict) or not body.get("choices"):
                         raise ValueError(text)
-                    piece = read_chunk(json.loads(text))
+                    piece = read_chunk(body)
                     yield piece._replace(finish=piece.finish or "stop")
         except Exception as error:  # the SDK lets more through than its own errors
             raise self.explain(error) from None
@@ -155,7 +155,7 @@ class OpenAIModel:
         if not self.client:
             openai._base_client.MAX_RETRY_AFTER_DELAY = 60  # seconds; longer waits are reported
             timeout = openai.Timeout(self.settings.read_timeout, connect=10)
-            key, url = self.settings.api_key or "local", self.settings.base_url
+            key, url = self.settings.api_key.strip("\"' \r\n") or "local", self.settings.base_url
             self.client = openai.OpenAI(api_key=key, base_url=url, timeout=timeout, max_retries=2)
         create = self.client.chat.completions.with_raw_response.create
         while True:
@@ -165,8 +165,7 @@ class OpenAIModel:
                 body = {"messages": messages, **self.options}
                 return create(model=self.name, messages=[], stream=True, extra_body=body)
             except openai.BadRequestError as error:
-                said = str(error.body)
-                named = [name for name in self.options if re.search(rf"\b{name}\b", said)]
+                named = [n for n in self.options if re.search(rf"\b{n}\b", str(error.body))]
                 if not named:
                     raise
                 del self.options[named[0]]
@@ -196,9 +195,8 @@ class ScriptedModel:
         self.seen.append([dict(message) for message in messages])
         if len(self.seen) > len(self.replies):
             raise ModelError("the script is over")
-        notes = r"\AObservation: (\$ .*\n)?|^\[.*\]$\n?"
-        output = re.sub(notes, "", messages[-1]["content"], flags=re.MULTILINE).strip()
-        reply = self.replies[len(self.seen) - 1].replace("{output}", output)
+        output = re.sub(r"(?m)\AObservation: (\$ .*\n)?|^\[.*\]$\n?", "", messages[-1]["content"])
+        reply = self.replies[len(self.seen) - 1].replace("{output}", output.strip())
         on_text(reply, False)
         return Reply(reply)
 
@@ -226,7 +224,9 @@ class Shell:
         """The observation; a failure is a text too. Ctrl-C kills what runs and raises on."""
         if os.name == "nt":
             return "[error: commands need a POSIX shell; on Windows, start this program in WSL]"
-        if refusal := guard(command, self.folder):
+        # Kept, since the text alone doesn't tell: a command can print the same.
+        refusal = self.refusal = guard(command, self.folder)
+        if refusal:
             return f"[refused: {refusal.reason}. Safer: {refusal.safer}]"
         try:
             return self.execute(command)
@@ -292,17 +292,19 @@ def parse_reply(text: str) -> Parsed:
     reply = unwrap(text)
     labels = find_labels(reply)
     sections = [reply[end:after[1]].strip() for (_, _, end), after in itertools.pairwise(labels)]
+    thoughts: list[str] = []
     for n, (kind, _, end) in enumerate(labels[:-2]):
-        told = [sections[k] for k in range(n) if labels[k][0] in ("start", "thought")]
-        thought = "\n".join(filter(None, told))
-        if kind == "final":
+        if kind in ("start", "thought"):
+            thoughts.append(sections[n])
+        elif kind == "final":
             # Without the last of a fence or of bold stars that began before the answer.
             answer = re.sub(r"\n[ \t]*(?:```|~~~)[ \t]*\Z", "", reply[end:].strip())
             # Below an empty label only further label lines: that is no text.
             empty = not sections[n] and all("\n" not in section for section in sections[n:])
+            thought = "\n".join(thoughts).strip()
             return Invalid("empty answer", reply) if empty else Final(answer, thought, reply)
-        if kind == "action" and not NO_TOOL.match(sections[n]):
-            return read_action(reply, labels[n + 1 :], sections[n:], thought)
+        elif kind == "action" and not NO_TOOL.match(sections[n]):
+            return read_action(reply, labels[n + 1 :], sections[n:], "\n".join(thoughts).strip())
     return Invalid("no label", reply) if reply else Invalid("empty", text)
 
 
@@ -324,15 +326,15 @@ def read_action(reply: str, after: list[Label], sections: list[str], thought: st
 
 def find_labels(text: str) -> list[Label]:
     """The labels not quoted in a code fence or a heredoc, between one "start" and two "end"."""
-    labels, position, lines = [("start", 0, 0)], 0, set(text.split("\n"))
+    labels, position = [("start", 0, 0)], 0
+    last_lines = {line[1]: line.start() for line in re.finditer(r"^\t*(\w+)$", text, re.MULTILINE)}
     while token := TOKEN.search(text, position):
-        kind, position = str(token.lastgroup), token.end()
-        if kind == "fence":
-            fence = re.compile(rf"^[ \t]*{token['fence']}[`~]*[ \t]*$", re.MULTILINE)
-            closing = fence.search(text, position)
+        kind, position, word = str(token.lastgroup), token.end(), token["heredoc"]
+        ends_later = labels[-1][0] == "input" and last_lines.get(word, 0) > position
+        if kind == "fence" or (kind == "heredoc" and ends_later):
+            last_line = rf"^\t*{word}$" if word else rf"^[ \t]*{token['fence']}[`~]*[ \t]*$"
+            closing = re.compile(last_line, re.MULTILINE).search(text, position)
             position = closing.end() if closing else len(text)
-        elif kind == "heredoc" and labels[-1][0] == "input" and token["heredoc"] in lines:
-            position = max(position, f"{text}\n".find(f"\n{token['heredoc']}\n", position))
         elif kind != "heredoc":
             labels.append((kind, token.start(), position))
     return [*labels, ("end", len(text), len(text)), ("end", len(text), len(text))]
@@ -495,7 +497,7 @@ class Agent:
         """What the reply says. What it invented after that stays out of the messages."""
         parsed = parse_reply(reply.text)
         parsed = Invalid("cut", parsed.text) if reply.cut else parsed
-        self.add("assistant", parsed.text or "(empty reply)")
+        self.add("assistant", parsed.text.strip() or "(empty reply)")
         self.emit("parsed", step=self.turn.step, kind=type(parsed).__name__, **parsed._asdict())
         return parsed
 
@@ -506,13 +508,12 @@ class Agent:
         turn.action, turn.repeats = said, turn.repeats + 1 if said == turn.action else 1
         if turn.step == self.settings.max_steps or turn.repeats == 5:
             self.observe(action, "[not run: no step is left for it]")
-            done = Result("repeated", remark="the same action five times in a row")
-            return done if turn.repeats == 5 else None
+            return Result("repeated", remark="five times the same") if turn.repeats == 5 else None
         output = self.use_tool(action)
-        due = {"repeat": turn.repeats >= 3, "ignored": action.ignored}
-        notes = [self.texts[name] for name, is_due in due.items() if is_due]
-        self.observe(action, "\n".join([output, *notes]))
-        turn.refusals = turn.refusals + 1 if output.startswith("[refused:") else 0
+        notes = ["repeat"] * (turn.repeats >= 3) + ["ignored"] * action.ignored
+        self.observe(action, "\n".join([output, *(self.texts[name] for name in notes)]))
+        refused = self.shell.refusal and output.startswith("[refused:")
+        turn.refusals = turn.refusals + 1 if refused else 0
         return Result("refused", remark="three refusals in a row") if turn.refusals == 3 else None
 
     def use_tool(self, action: Action) -> str:
@@ -530,7 +531,7 @@ class Agent:
     def nudge(self, invalid: Invalid) -> Result | None:
         """Says what was wrong with a reply. Returns a result where that was said often enough."""
         self.turn.faults.append(invalid.reason)
-        faults, last = self.turn.faults, self.turn.last
+        faults, last = self.turn.faults, self.turn.step == self.settings.max_steps
         if invalid.reason == "no label" and (last or faults[-2:-1] == ["no label"]):
             status = "max_steps" if last else "final"
             return Result(status, invalid.text, remark="prose without a label")
@@ -601,9 +602,8 @@ class Trace:
         for number, message in enumerate(sent):
             known, text = number < self.shown, message["content"]
             body = ", as before" if known and not self.again else f"\n{text}"
-            asked = "question" if step == 1 and number == len(sent) - 1 else ""
-            head = f"[{number}] {message['role']}, {len(text):,} characters"
-            self.say(head + body, "dim" if known else asked)
+            kind = "dim" if known else "question" if step == 1 and message is sent[-1] else ""
+            self.say(f"[{number}] {message['role']}, {len(text):,} characters{body}", kind)
         self.shown = len(sent)
         self.rule(step, "reply", "thinking", self.title)
 
@@ -753,6 +753,9 @@ def bwrap_command(network: bool, folder: Path) -> list[str]:
     words += ["--unsetenv", "TMPDIR", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     words += [word for path in hidden for word in ("--tmpfs", str(path))]
     words += [word for path in shown for word in ("--ro-bind", str(path), str(path))]
+    # A version manager's `python3` is a script that looks for the rest of it below home.
+    first_path = os.pathsep.join([f"{sys.prefix}/bin", *os.get_exec_path()])
+    words += ["--setenv", "PATH", first_path] if Path(sys.prefix) in shown else []
     words += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
     for secret in {ROOT / ".env", (folder / ".env").resolve()}:
         words += ["--ro-bind", "/dev/null", str(secret)] if secret.is_file() else []
@@ -813,7 +816,7 @@ def clean_input(value: str) -> str:
     """The bare input; "" where it is cut off, invalid or more than one block."""
     if FENCE.match(value):
         block = BLOCK.match(value)
-        return (block[2] or block[3]).strip() if block and not FENCE.search(block[4]) else ""
+        value = (block[2] or block[3]).strip("\n") if block and not FENCE.search(block[4]) else ""
     if re.match(r"\{\s*[\"']", value):
         with contextlib.suppress(ValueError, AttributeError, RecursionError):
             found = map(json.loads(value).get, ("command", "cmd", "skill", "name", "input"))
@@ -865,13 +868,12 @@ class Output:
 
     def drain(self, pipe: IO[bytes]) -> None:
         """Reads until the last writer has closed the pipe."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        with pipe:
-            while chunk := pipe.read(65_536):
-                text = self.text + decoder.decode(chunk)
-                surplus = max(len(text) - 2 * KEEP, 0)
-                self.dropped += surplus
-                self.text = text[:KEEP] + text[KEEP + surplus :]
+        chunks = iter(lambda: pipe.read(65_536), b"")
+        for chunk in codecs.iterdecode(chunks, "utf-8", "replace"):
+            text = self.text + chunk
+            surplus = max(len(text) - 2 * KEEP, 0)
+            self.dropped += surplus
+            self.text = text[:KEEP] + text[KEEP + surplus :]
 
     def shorten(self, room: int, redact: Callable[[str], str]) -> str:
         """At most `room` characters, cleaned, with the number of those left out in the middle."""
@@ -915,8 +917,6 @@ def read_skill(path: Path, faults: list[str]) -> Skill:
     if not description:
         line = re.split("^description", head, flags=re.M)[0].count("\n") + 1
         raise ValueError(f"{line}: no description in a frontmatter between two lines of just ---")
-    if fields.get("disable-model-invocation") == "true":
-        raise ValueError(" hidden by disable-model-invocation")
     if name != place or not re.fullmatch(r"(?!.{65})[^\W_A-Z]+(-[^\W_A-Z]+)*", name):
         faults.append(f" name {name!r} is not the folder's in a-z, 0-9, -")
     for what, text, limit in (("description", description, 1024), ("body", body, BODY_LONG)):
@@ -940,24 +940,24 @@ def configure(flags: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
     known = {name: value for name, value in raw.items() if value and not PLACEHOLDER.match(value)}
     # The pair of variables whose address a flag asks for, else the one that is set higher up.
     urls = {name: known.get(f"{name}_BASE_URL", url) for name, (url, _) in PROVIDERS.items()}
-    asked = urlsplit(flags.base_url or "").netloc
-    pairs = [name for name, url in urls.items() if urlsplit(url).netloc == asked]
+    asked = urlsplit(flags.base_url or "").netloc.lower().removesuffix(":443")
+    pairs = [name for name, url in urls.items() if urlsplit(url).netloc.lower() == asked]
     pairs += [name for place in (os.environ, file) for name in PROVIDERS
               if {f"{name}_API_KEY", f"{name}_BASE_URL"} & known.keys() & place.keys()]
     provider = [*pairs, "OPENAI" if flags.base_url else "DEEPSEEK"][0]
-    key, url = f"{provider}_API_KEY", f"{provider}_BASE_URL"
-    sources = {"model": "MODEL", "base_url": url, "api_key": key}
+    pair = {field: f"{provider}_{field.upper()}" for field in ("base_url", "api_key")}
+    sources = {"model": "MODEL", **pair}
     found = {field: known[name] for field, name in sources.items() if name in known}
     origins = {field: "environment" if sources[field] in os.environ else ".env" for field in found}
     flagged = {setting.name: getattr(flags, setting.name, None) for setting in fields(Settings)}
     given = {name: value for name, value in flagged.items() if value is not None}
     keys = tuple(key for name in PROVIDERS if len(key := known.get(f"{name}_API_KEY", "")) >= 12)
-    settings = Settings(**{**found, **given, "secrets": keys})
-    if settings.max_steps < 1 or not 0 < settings.timeout < 1e6:
-        raise ConfigError("--max-steps and --timeout must be above 0")
-    if settings.api_key or settings.base_url or flags.model:
-        settings = complete(settings, provider)
-    return settings, origins | dict.fromkeys(given, "flag")
+    chosen = Settings(**{**found, **given, "secrets": keys})
+    if chosen.max_steps < 1 or not 0 < chosen.timeout < 1e6 or not os.path.isdir(chosen.skills_dir):
+        raise ConfigError("--max-steps and --timeout must be above 0, --skills a folder")
+    if chosen.api_key or chosen.base_url or flags.model:
+        chosen = complete(chosen, provider)
+    return chosen, origins | dict.fromkeys(given, "flag")
 
 
 def complete(settings: Settings, provider: str) -> Settings:
@@ -969,7 +969,7 @@ def complete(settings: Settings, provider: str) -> Settings:
         f"base URL {url!r} must start with http:// or https://": not re.match("https?://", url),
         f"base URL {url!r}: leave /chat/completions off": "/chat/completions" in url,
         f"{provider}_API_KEY is not set, in the environment or {ROOT / '.env'}": not (key or local),
-        f"{provider}_API_KEY holds characters that no key has; copy it again": not key.isascii(),
+        f"{provider}_API_KEY holds what no key has; copy it again": not re.fullmatch("[!-~]*", key),
         f"MODEL is not set: name the model that {url} is to use": not model,
     }
     if any(faults.values()):
@@ -1008,10 +1008,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(flags: argparse.Namespace) -> int:
     """Does what the flags say."""
-    settings, origins = configure(flags)
+    try:
+        settings, origins = configure(flags)
+    except ValueError as error:
+        raise ConfigError(f"a base URL is wrong, or .env is not UTF-8: {error}") from None
     if flags.show_config:
         for setting in fields(settings):
-            value = getattr(settings, setting.name) if setting.repr else "(hidden)"
+            value = getattr(settings, setting.name)
+            value = "(set)" if value and not setting.repr else value
             print(f"{setting.name:<18} {value!s:<44} {origins.get(setting.name, 'default')}")
         return 0
     question = " ".join(flags.question).strip()
@@ -1066,8 +1070,8 @@ def converse(agent: Agent) -> int:
     while True:
         try:
             text = read_question(pending)
-            if text[:1] in ("/", ":") and text[1:].strip():
-                print(command(agent, text[1:].split()[0]))
+            if text[:1] in ("/", ":"):
+                print(command(agent, text[1:].strip()))
             elif text:
                 answer(agent, text)
         except EOFError:
