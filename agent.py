@@ -10,9 +10,8 @@ One loop, one protocol, one tool; everything else is a skill.
     uv run agent.py "question"      one question; the trace goes to stderr, the answer to stdout
     uv run agent.py                 a conversation (/help lists its commands)
 
-Part I, what an agent is:      1 Settings · 2 Model · 3 Shell · 4 Protocol · 5 Skills · 6 Loop
-                               7 Trace
-Part II, what keeps it alive:  8 Guard and sandbox · 9 Edges · 10 Command line
+Part I, what it is: 1 Settings · 2 Model · 3 Shell · 4 Protocol · 5 Skills · 6 Loop · 7 Trace
+Part II, what keeps it alive: 8 Guard and sandbox · 9 Edges · 10 Command line
 """
 
 from __future__ import annotations
@@ -201,12 +200,10 @@ class ScriptedModel:
         return Reply(reply)
 
 
-
 # ──── Part I · 3 Shell: a command goes in, the text that the model will read comes out ───────
 # Of your environment only these reach a command: no key does.
 PASSED_ON = r"PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX"
-# Nobody sits at the keyboard: pagers print, editors accept, password prompts fail at once.
-# Python doesn't buffer: its errors come in order, and a timeout keeps what was printed before.
+# Nobody is at the keyboard: pagers print, editors accept, prompts fail; Python doesn't buffer.
 FIXED = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "EDITOR": "true", "GIT_EDITOR": "true",
          "GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PYTHONUNBUFFERED": "1"}
 
@@ -359,7 +356,6 @@ class Skills:
         self.listed, self.problems = self.scan()
 
     def names(self) -> list[str]:
-        """The names in the catalogue."""
         return [skill.name for skill in self.listed]
 
     def catalogue(self) -> str:
@@ -436,8 +432,7 @@ class Agent:
 
     `listeners` are called with each event and its data: the trace is one, it draws them.
     A new tool is one entry of `tools`: its name, a line for the prompt, and a function from the
-    Action Input to the text of the observation.
-    """
+    Action Input to the text of the observation."""
 
     def __init__(self, settings: Settings, model: OpenAIModel | ScriptedModel,
                  folder: Path | None = None, listeners: Iterable[Listener] = ()) -> None:
@@ -452,7 +447,7 @@ class Agent:
         self.reset()
 
     def reset(self) -> None:
-        """Starts a conversation afresh."""
+        self.form = (PROMPTS / "protocol-text.md").read_text("utf-8").strip()
         self.messages: list[Message] = []
         self.turn, self.ending = Turn(), ""  # how the last turn ended
         self.skills.loaded.clear()
@@ -538,7 +533,7 @@ class Agent:
         if len(faults) == 3 or [fault in ("empty", "cut") for fault in faults[-2:]] == [True, True]:
             status = "cut" if invalid.reason == "cut" else "invalid"
             return Result(status, remark=f"no usable reply: {', '.join(faults)}")
-        self.add("user", fill(self.texts[invalid.reason], form=reply_form(self)))
+        self.add("user", fill(self.texts[invalid.reason], form=self.form))
         return None
 
     def observe(self, action: Action, output: str) -> None:
@@ -576,8 +571,7 @@ class Trace:
     """Draws the events of an agent: per step what was sent, replied, parsed and observed.
 
     Mode `full`: every message of each request, those shown before dimmed, or in a line where
-    nothing can be dimmed, unless `again`; `new`: those always in a line; `off`: nothing.
-    """
+    nothing can be dimmed, unless `again`; `new`: those always in a line; `off`: nothing."""
 
     def __init__(self, mode: str, out: TextIO, title: str, again: bool = False) -> None:
         self.mode, self.out, self.title, self.shown = mode, out, title, 0
@@ -636,9 +630,7 @@ class Trace:
 GUARD_LIMIT = 16_000  # characters without heredoc bodies; what is longer is beyond a quick look
 _TWINS = {ord(char): 0xE000 + ord(char) for char in " \t\n;&|<>()#'\"\\`$*?~"}
 _UNTWIN = {twin: char for char, twin in _TWINS.items()} | {0xE000: "''"}  # E000: an empty word
-
-
-# Why a command isn't run, and what to do instead; rule: the family of rules that says so
+# Why a command isn't run, and what to do instead; `rule` is the family of the rule.
 Refusal = NamedTuple("Refusal", [("rule", str), ("reason", str), ("safer", str)])
 
 
@@ -720,8 +712,7 @@ def sandbox_prefix(settings: Settings, folder: Path) -> tuple[list[str], str]:
 
     Covered: outside `folder` nothing can be changed; home, /tmp, /run, `.env` and other processes
     can't be seen; no network unless `settings.network`. Not covered: `folder` itself.
-    ConfigError: `settings.sandbox` is "bwrap" and it can't be had.
-    """
+    ConfigError: `settings.sandbox` is "bwrap" and it can't be had."""
     prefix, problem = bwrap_command(settings.network, folder), ""
     if settings.sandbox == "off":
         return [], "sandbox off: commands can change all that you can"
@@ -746,8 +737,7 @@ def bwrap_command(network: bool, folder: Path) -> list[str]:
     needed += [ROOT, Path(sys.prefix), Path(sys.base_prefix), *map(Path, os.get_exec_path())]
     needed += [Path("/etc/resolv.conf").resolve()] if network else []
     shown = [p for p in needed if any(top in p.parents for top in hidden) and os.path.exists(p)]
-    # Without --cap-drop root would keep its capabilities, and could undo the mounts; without
-    # --die-with-parent a background child would outlive its shell.
+    # Else root could undo the mounts, and a background child would outlive its shell.
     words = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent"]
     words += ["--share-net"] if network else []
     words += ["--unsetenv", "TMPDIR", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
@@ -763,6 +753,12 @@ def bwrap_command(network: bool, folder: Path) -> list[str]:
 
 
 # ──── Part II · 9 Edges: what is wrapped around a reply, an output, a file ───────────────────
+KEEP = 65_536  # characters kept of either end of an output, before escapes go
+FRONTMATTER = re.compile(r"\A(\s*^---[ \t]*\n.*?)^---[ \t]*(?:\n|\Z)(.*)", re.S | re.M)
+FIELD = re.compile(r"(?m)^([\w-]+)[ \t]*[:：](?:\s*[>|]-?\n)?(.*(?:\n(?![\w-]+[ \t]*[:：]).*)*)")
+WRAPPING = re.compile(r"""^(load_)?(skill|name)['" ]*[:=(]\W*|^(\./)?(skills/)?|(/skill)?\.md$""")
+
+
 def clean(text: str) -> str:
     """Valid UTF-8 without terminal escapes; of the control characters newline and tab stay."""
     text = text.encode("utf-8", "replace").decode("utf-8").replace("\r\n", "\n")
@@ -830,16 +826,11 @@ def system_prompt(agent: Agent) -> str:
     """prompts/system.md filled with what holds here; a paragraph without a value is left out."""
     settings, shell = agent.settings, agent.shell
     return fill(
-        (PROMPTS / "system.md").read_text("utf-8"), model=agent.model.name, form=reply_form(agent),
+        (PROMPTS / "system.md").read_text("utf-8"), model=agent.model.name, form=agent.form,
         tools="\n".join(f"- {name}: {text}" for name, (text, _) in agent.tools.items()),
         shell=shell.name, folder=str(shell.folder), timeout=f"{settings.timeout:g}",
         limit=f"{settings.observation_limit:,}", fence="bubblewrap" if shell.prefix else "",
         open="" if shell.prefix else "no sandbox", skills=agent.skills.catalogue())
-
-
-def reply_form(agent: Agent) -> str:
-    """How replies look: prompts/protocol-text.md."""
-    return fill((PROMPTS / "protocol-text.md").read_text("utf-8"), tools=" or ".join(agent.tools))
 
 
 def count_usage(usages: list[dict[str, int] | None]) -> str:
@@ -855,9 +846,6 @@ def exit_note(code: int) -> str:
     status = code if code >= 0 else 128 - code
     signals = {128 + s: f": killed by {s.name}" for s in signal.Signals if code < 0 or s > 1}
     return f"[exit code {status}{signals.get(status, '')}]" if status else ""
-
-
-KEEP = 65_536  # characters kept of either end of an output, before escapes go
 
 
 class Output:
@@ -887,11 +875,6 @@ class Output:
         half = max(room - 50, 2) // 2
         head, tail = ends[0][:half], ends[-1][-half:]
         return f"{head}\n[… {size - len(head) - len(tail)} characters left out …]\n{tail}"
-
-
-FRONTMATTER = re.compile(r"\A(\s*^---[ \t]*\n.*?)^---[ \t]*(?:\n|\Z)(.*)", re.S | re.M)
-FIELD = re.compile(r"(?m)^([\w-]+)[ \t]*[:：](?:\s*[>|]-?\n)?(.*(?:\n(?![\w-]+[ \t]*[:：]).*)*)")
-WRAPPING = re.compile(r"""^(load_)?(skill|name)['" ]*[:=(]\W*|^(\./)?(skills/)?|(/skill)?\.md$""")
 
 
 def skill_key(text: str) -> str:
@@ -978,8 +961,6 @@ def complete(settings: Settings, provider: str) -> Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong flag is a ConfigError."""
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; --help lists the flags")
 
@@ -1007,7 +988,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Does what the flags say."""
     try:
         settings, origins = configure(flags)
     except ValueError as error:

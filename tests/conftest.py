@@ -9,7 +9,6 @@ import importlib.util
 import io
 import os
 import shutil
-import socketserver
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,8 +75,6 @@ def call(
     for name, value in program.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(program.folder)
-    # A test's server would tell of clients that hang up on the very stderr that is looked at.
-    monkeypatch.setattr(socketserver.BaseServer, "handle_error", lambda *_: None)
 
     def run(*args: str, stdin: str = "", **env: str) -> Done:
         capsys.readouterr()

@@ -115,55 +115,6 @@ def hang(seconds: float) -> Response:
     return sse(wait=seconds)
 
 
-OVERFLOWS: dict[str, Response] = {
-    "openai": error(
-        400,
-        "This model's maximum context length is 8192 tokens. However, your messages resulted in "
-        "9000 tokens.",
-        "context_length_exceeded",
-    ),
-    "deepseek": error(
-        400,
-        "This model's maximum context length is 131072 tokens. However, you requested 131134 "
-        "tokens (122942 in the messages, 8192 in the completion).",
-        "invalid_request_error",
-    ),
-    "vllm": body(
-        {
-            "object": "error",
-            "message": "The decoder prompt (length 10127) is longer than the maximum model length "
-            "of 8192.",
-            "type": "BadRequestError",
-            "param": None,
-            "code": 400,
-        },
-        400,
-    ),
-    "llama.cpp": body(
-        {
-            "error": {
-                "code": 400,
-                "message": "request (4390 tokens) exceeds the available context size (4096 tokens)",
-                "type": "exceed_context_size_error",
-                "n_prompt_tokens": 4390,
-                "n_ctx": 4096,
-            }
-        },
-        400,
-    ),
-    "anthropic": body(
-        {
-            "type": "error",
-            "error": {
-                "type": "invalid_request_error",
-                "message": "prompt is too long: 207791 tokens > 200000 maximum",
-            },
-        },
-        400,
-    ),
-}
-
-
 class Server:
     """Plays its responses in order; the last one again and again with repeat=True."""
 
@@ -177,7 +128,7 @@ class Server:
 
     def __enter__(self) -> Server:
         handler = type("Bound", (_Handler,), {"owner": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.http = _Quiet(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         serve = {"poll_interval": 0.02}
         self.thread = threading.Thread(target=self.http.serve_forever, kwargs=serve, daemon=True)
@@ -197,6 +148,13 @@ class Server:
                 return error(400, "the test's server has no response left")
             last = self.repeat and len(self.responses) == 1
             return self.responses[0] if last else self.responses.pop(0)
+
+
+class _Quiet(ThreadingHTTPServer):
+    """Says nothing of clients that hang up: it would be on the stderr that a test looks at."""
+
+    def handle_error(self, *_: object) -> None:
+        """The standard one prints a traceback."""
 
 
 class _Handler(BaseHTTPRequestHandler):

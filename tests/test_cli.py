@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shlex
@@ -193,14 +191,18 @@ def test_d03_an_empty_pipe_is_a_usage_error(call: Call, question: str) -> None:
     assert len(done.err.splitlines()) == 1
 
 
-def test_d03_quiet_prints_the_answer_only_and_keeps_no_session(
-    call: Call, program: Program
+@pytest.mark.parametrize("sandbox", ["auto", "off"])
+def test_d03_quiet_prints_the_answer_only_and_leaves_no_file(
+    call: Call, program: Program, sandbox: str
 ) -> None:
     with Server(
         [reply(RUN.format("echo x")), reply("Thought: t\nFinal Answer: two\n\nlines  ")]
     ) as server:
-        done = call("-q", "--sandbox", "off", "q", **at(server))
-    assert (done.code, done.out, done.err) == (0, "two\n\nlines\n", "")
+        done = call("-q", "--sandbox", sandbox, "q", **at(server))
+    assert (done.code, done.out) == (0, "two\n\nlines\n")
+    notices = done.err.splitlines()  # without a sandbox one line says so, even when quiet
+    assert all(line.startswith("sandbox off: ") for line in notices)
+    assert len(notices) == 1 if sandbox == "off" else len(notices) <= 1
     assert list(program.folder.iterdir()) == []
 
 
@@ -210,8 +212,6 @@ def test_d02_bytes_that_are_no_utf8(program: Program, locale: str) -> None:
     assert done.code == 0
     assert "Traceback" not in done.err
     assert re.search(r"^a\S+b$", done.err, re.M)
-    [session] = (program.folder / ".agent" / "sessions").glob("*.jsonl")
-    assert session.read_bytes().decode("utf-8")
 
 
 def test_d02_nor_as_an_argument(program: Program) -> None:
@@ -393,16 +393,6 @@ def test_trace_off_shows_nothing_of_the_steps_but_says_scripted(
         assert "scripted" in done.err
 
 
-def test_trace_shows_a_session_again(call: Call) -> None:
-    first = call("--lang", "en", "--trace", "full", WHO)
-    again = call("--show", "")
-    assert again.code == 0
-    assert blocks(again.out) == blocks(first.err)
-    start = first.err.index("step 1: sent")
-    for line in first.err[start:].splitlines():
-        assert line in again.out
-
-
 def test_trace_a_reply_is_shown_while_it_is_written(program: Program) -> None:
     pieces = sse(delta(content="Thought: FIRST\n"), delta("stop", content="Final Answer: LAST"))
     pieces.pause = 0.4
@@ -464,8 +454,7 @@ def test_b13_what_the_prompt_says_of_the_shell_is_so(call: Call, program: Progra
     assert 0.9 < len(output) / int(limit[1].replace(",", "")) <= 1
 
 
-def test_f02_messages_and_session_tell_exactly_what_was_sent(program: Program) -> None:
-    (program.folder / "AGENTS.md").write_text("Be brief. 简短些。\n")
+def test_f02_prompt_and_messages_tell_exactly_what_was_sent(program: Program) -> None:
     answers = [
         reply(f"{RUN.format('echo ½; false')}\nObservation: made up"),
         reply("Final Answer: eins 一"),
@@ -504,10 +493,3 @@ def test_f02_messages_and_session_tell_exactly_what_was_sent(program: Program) -
         assert message["role"] in head
         between.append(head)
     assert all(len(head) < 40 for head in [*between, printed])
-
-    [session] = (program.folder / ".agent" / "sessions").glob("*.jsonl")
-    events = [json.loads(line) for line in session.read_text().splitlines()]
-    hashes = [event["sent"] for event in events if event["event"] == "request"]
-    assert hashes == [
-        hashlib.sha256(json.dumps(messages).encode()).hexdigest() for messages in sent
-    ]

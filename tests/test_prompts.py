@@ -28,11 +28,10 @@ UNUSABLE = {
 }
 
 
-def system_message(folder: Path, protocol: str) -> str:
+def system_message(folder: Path) -> str:
     """The prompt as a model gets it, with everything filled in."""
-    settings = agent.Settings(sandbox="off", protocol=protocol)
     model = agent.ScriptedModel([""])
-    agent.Agent(settings, model, folder).ask("hi")
+    agent.Agent(agent.Settings(sandbox="off"), model, folder).ask("hi")
     return model.seen[0][0]["content"]
 
 
@@ -52,7 +51,7 @@ def check_text_example(example: str) -> str:
     if "\nAction: " in example:
         action, _, given = example.split("\nAction: ")[1].partition("\nAction Input: ")
         assert isinstance(parsed, agent.Action), example
-        assert parsed.tool == action.split()[0]
+        assert parsed.tool == action.split()[0].strip("<>")  # the form itself has <tool>
         assert (parsed.input, parsed.thought, parsed.ignored) == (given.strip(), thought, False)
         return parsed.tool
     assert isinstance(parsed, agent.Final), example
@@ -62,36 +61,9 @@ def check_text_example(example: str) -> str:
 
 
 def test_c04_the_text_form_shows_both_kinds_and_parses(tmp_path: Path) -> None:
-    examples = text_examples(system_message(tmp_path, "text"))
+    examples = text_examples(system_message(tmp_path))
     kinds = [check_text_example(example) for example in examples]
     assert "run_command" in kinds and "" in kinds
-    assert len(examples) >= 4
-
-
-def test_c04_the_xml_form_shows_both_kinds_and_parses(tmp_path: Path) -> None:
-    prompt = system_message(tmp_path, "xml")
-    examples = re.findall(r"<tool name=.*?</tool>|<answer>.*?</answer>", prompt, re.S)
-    kinds = {type(agent.PROTOCOLS["xml"](example)).__name__ for example in examples}
-    assert kinds == {"Action", "Final"}
-    for example in examples:
-        parsed = agent.PROTOCOLS["xml"](example)
-        assert not isinstance(parsed, agent.Invalid)
-        assert isinstance(parsed, agent.Action) == example.startswith("<tool")
-        assert (parsed.input if isinstance(parsed, agent.Action) else parsed.answer) in example
-
-
-def test_c04_the_json_form_shows_both_kinds_and_parses(tmp_path: Path) -> None:
-    prompt, kinds = system_message(tmp_path, "json"), set()
-    for start in re.finditer(r"\{(?=\s*\")", prompt):
-        example, end = json.JSONDecoder().raw_decode(prompt, start.start())
-        parsed = agent.PROTOCOLS["json"](prompt[start.start() : end])
-        kinds.add(type(parsed).__name__)
-        if "tool" in example:
-            assert isinstance(parsed, agent.Action)
-            assert (parsed.tool, parsed.input) == (example["tool"], example["input"])
-        else:
-            assert isinstance(parsed, agent.Final) and parsed.answer == example["answer"]
-    assert kinds == {"Action", "Final"}
 
 
 def test_c04_no_other_prompt_or_skill_shows_a_reply_that_fails() -> None:
@@ -147,14 +119,9 @@ def test_c04_each_reason_of_the_parser_has_its_nudge() -> None:
         for row in json.loads((CASES / name).read_text("utf-8"))
     ]
     replies = [row["input"] or "" for row in rows] + [
-        '<tool name="a"></tool>',
-        "<answer></answer>",
-        '{"tool": "a", "input": ""}',
-        '{"answer": ""}',
-        '{"answer": "\\x"}',
         *UNUSABLE.values(),
     ]
-    parsed = [parse(reply) for parse in agent.PROTOCOLS.values() for reply in replies]
+    parsed = [agent.parse_reply(reply) for reply in replies]
     reasons = {found.reason for found in parsed if isinstance(found, agent.Invalid)} | {"cut"}
     assert len(reasons) > 4
     assert {reason for reason in reasons if not NUDGES.get(reason, "").strip()} == set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX termin
 
 PROMPT = "you> "
 CTRL_C, CTRL_D, BACKSPACE = "\x03", "\x04", "\x7f"
-COMMANDS = ["help", "skills", "prompt", "messages", "status", "compact", "new", "quit"]
+COMMANDS = ["help", "skills", "prompt", "messages", "status", "new", "quit"]
 WHO = "Who am I on this machine?"
 RUN = "Thought: I look.\nAction: run_command\nAction Input: {}"
 
@@ -33,11 +32,12 @@ def say(terminal: Terminal, line: str, timeout: float = 15.0) -> str:
     return COLOURS.sub("", terminal.until(PROMPT, timeout)).removesuffix(PROMPT)
 
 
-def asked(program: Program) -> list[str]:
-    """The questions in the session."""
-    [session] = (program.folder / ".agent" / "sessions").glob("*.jsonl")
-    events = [json.loads(line) for line in session.read_text().splitlines()]
-    return [event["content"] for event in events if event.get("kind") == "question"]
+def asked(terminal: Terminal) -> list[str]:
+    """The questions of the conversation, by /messages."""
+    parts = re.split(r"^\[\d+\] (\w+)\n", say(terminal, "/messages"), flags=re.M)[1:]
+    said = zip(parts[::2], parts[1::2], strict=True)
+    told = [text.strip() for role, text in said if role == "user"]
+    return [text for text in told if not text.startswith("Observation:")]
 
 
 def interrupt(terminal: Terminal) -> None:
@@ -67,7 +67,7 @@ def test_d01_chinese_can_be_typed_and_erased(program: Program, editor: dict[str,
         say(terminal, "x" + BACKSPACE * 3 + "早")
         if not editor:  # the arrows: the last one again, and to the left of it something new
             say(terminal, "\x1b[A\x1b[D很")
-    assert asked(program) == ["你", "早"] + ["很早"] * (not editor)
+        assert asked(terminal) == ["你", "早"] + ["很早"] * (not editor)
 
 
 def test_d07_ctrl_c_at_the_prompt(program: Program, editor: dict[str, str]) -> None:
@@ -80,10 +80,10 @@ def test_d07_ctrl_c_at_the_prompt(program: Program, editor: dict[str, str]) -> N
         terminal.until("...> ")
         interrupt(terminal)
         assert "logged in" in say(terminal, "whoami")
+        assert asked(terminal) == ["whoami"]
         terminal.send(CTRL_D)
         assert terminal.finish() == 0
     assert "Traceback" not in terminal.screen
-    assert asked(program) == ["whoami"]
 
 
 def test_d07_ctrl_c_in_a_turn_brings_the_prompt_back(program: Program) -> None:
@@ -144,11 +144,20 @@ def test_d08_blank_lines_and_commands(program: Program) -> None:
         assert "Final Answer: You are" in messages
         status = say(terminal, "/status")
         assert "scripted" in status
-        assert str(program.folder.resolve()) in status
-        assert "32" in status
+        assert re.search(r"\b5 messages", status)
+        assert asked(terminal) == [WHO]
         terminal.send("/quit\n")
         assert terminal.finish() == 0
-    assert asked(program) == [WHO]
+
+
+@pytest.mark.xfail(strict=True, reason="agent.py: /status has no folder, though /help says so")
+def test_d08_the_status_tells_model_folder_and_size(program: Program) -> None:
+    with program.terminal("--trace", "off", NO_COLOR="1") as terminal:
+        terminal.until(PROMPT)
+        status = say(terminal, "/status")
+    assert "scripted model" in status
+    assert re.search(r"\b1 messages?\b", status)
+    assert str(program.folder.resolve()) in status
 
 
 def test_d08_a_lone_slash_is_no_question(program: Program) -> None:
@@ -170,7 +179,6 @@ def test_the_conversation_is_remembered_until_new(program: Program) -> None:
     told = [[message["content"] for message in messages[1:]] for messages in sent]
     assert told == [["first"], ["first", "Final Answer: 4", "second"], ["third"]]
     assert sent[0][0] == sent[1][0] == sent[2][0]
-    assert len(list((program.folder / ".agent" / "sessions").glob("*.jsonl"))) == 2
 
 
 def test_d09_a_block_or_a_paste_is_one_question(program: Program, editor: dict[str, str]) -> None:
@@ -189,8 +197,8 @@ def test_d09_a_block_or_a_paste_is_one_question(program: Program, editor: dict[s
             terminal.until("scripted model")
             terminal.until(PROMPT)
         say(terminal, "last")
-    told = ["typed\n\n  /new is text", "one\ntwo\nthree", "pasted\n\n/quit", "a\n\n  b", "last"]
-    assert asked(program) == told
+        told = ["typed\n\n  /new is text", "one\ntwo\nthree", "pasted\n\n/quit", "a\n\n  b"]
+        assert asked(terminal) == [*told, "last"]
 
 
 def test_a08_an_error_leaves_the_conversation_alive(program: Program) -> None:
@@ -234,7 +242,7 @@ def test_d05_answers_are_coloured_unless_unwanted(program: Program) -> None:
             assert ESCAPE not in terminal.screen
 
 
-def test_a16_offline_the_screen_says_scripted(program: Program) -> None:
+def test_a01_offline_the_screen_says_scripted(program: Program) -> None:
     with program.terminal() as terminal:
         first = terminal.until(PROMPT)
         assert "scripted" in first

@@ -58,19 +58,19 @@ def gone_within(pid: int, seconds: float) -> bool:
 @pytest.mark.parametrize("start", ["", "trap '' TERM INT HUP; "])
 def test_b01_timeout_kills_the_group_and_keeps_the_output(tmp_path: Path, start: str) -> None:
     command = f"{start}sleep 60 & echo child $!; echo shell $$; echo before; wait; sleep 60"
-    text, seconds = timed(shell(tmp_path, timeout=1), command)
-    assert seconds <= 2.5
+    text, seconds = timed(shell(tmp_path, timeout=0.5), command)
+    assert seconds <= 2
     assert "before" in text
-    assert text.endswith("[timed out after 1 s]")
+    assert text.endswith("[timed out after 0.5 s]")
     pids = [int(number) for number in re.findall(r"(?:child|shell) (\d+)", text)]
     assert len(pids) == 2
     assert all(gone_within(pid, 1.0) for pid in pids)
 
 
 def test_b02_nothing_runs_on_after_a_timeout(tmp_path: Path) -> None:
-    text = shell(tmp_path, timeout=0.5).run("touch first; (sleep 1.5; touch late) & wait")
-    assert "[timed out after 0.5 s]" in text
-    time.sleep(1.6)
+    text = shell(tmp_path, timeout=0.4).run("touch first; (sleep 0.9; touch late) & wait")
+    assert "[timed out after 0.4 s]" in text
+    time.sleep(0.8)
     assert (tmp_path / "first").exists()
     assert not (tmp_path / "late").exists()
 
@@ -162,7 +162,7 @@ def test_b06_endless_output_in_flat_memory(tmp_path: Path, command: str) -> None
     if command.startswith("head") and sys.platform == "darwin":
         command = "head -c 1073741824 /dev/zero"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    text = shell(tmp_path, timeout=1 if "head" not in command else 20).run(command)
+    text = shell(tmp_path, timeout=0.5 if "head" not in command else 20).run(command)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 50 * 1024 * (1024 if sys.platform == "darwin" else 1)
     assert len(text) <= 3000
@@ -187,14 +187,24 @@ def test_b07_the_number_left_out_is_exact(tmp_path: Path, size: int) -> None:
     assert len(head) + int(number) + len(tail) == size
 
 
+@pytest.mark.xfail(
+    strict=True, reason="agent.py: the pattern for a lone carriage return is quadratic in a line"
+)
+def test_b07_a_long_line_is_no_work(tmp_path: Path) -> None:
+    (tmp_path / "big").write_text("0123456789" * 14_000)
+    before = time.process_time()
+    shell(tmp_path).run("cat big")
+    assert time.process_time() - before < 0.5  # a quadratic pattern takes 2 s and more
+
+
 @pytest.mark.parametrize("after", ["", "; exit 3", "; sleep 60"])
 def test_b07_head_and_tail_and_whole_characters_on_every_path(tmp_path: Path, after: str) -> None:
     (tmp_path / "big").write_text("首" + "汉字🙂é" * 60000 + "尾", encoding="utf-8")
-    text = shell(tmp_path, timeout=1, limit=500).run("cat big" + after)
+    text = shell(tmp_path, timeout=0.7, limit=500).run("cat big" + after)
     body, note = text, ""
     if after:
         body, note = text.rsplit("\n", 1)
-    notes = {"": "", "; exit 3": "[exit code 3]", "; sleep 60": "[timed out after 1 s]"}
+    notes = {"": "", "; exit 3": "[exit code 3]", "; sleep 60": "[timed out after 0.7 s]"}
     assert note == notes[after]
     head, left_out, tail = body.split("\n")
     assert head.startswith("首汉字") and tail.endswith("尾")
@@ -300,20 +310,19 @@ def test_b10_windows_says_wsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     "command",
-    ["env", "printenv DEEPSEEK_API_KEY", "tr '\\0' '\\n' </proc/self/environ", "export -p"],
+    ["env", "printenv DEEPSEEK_API_KEY", "cat /proc/self/environ | tr '\\0' '\\n'", "export -p"],
 )
 def test_b11_the_environment_has_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     for name in ("DEEPSEEK_API_KEY", "OPENAI_API_KEY", "SOME_TOKEN", "BASH_ENV"):
         monkeypatch.setenv(name, KEY)
-    monkeypatch.setenv("LC_TIME", "C")
+    monkeypatch.setenv("LC_CANARY", "passed on")
     settings = agent.Settings(sandbox="off")  # knows no secret: nothing is redacted
     text = agent.Shell(settings, tmp_path).run(command)
     assert KEY not in text and KEY[3:] not in text
     assert "API_KEY" not in text
-    assert KEY not in str(agent.environment())
-    assert agent.environment()["LC_TIME"] == "C"
+    assert ("LC_CANARY" in text) == ("printenv" not in command)  # the probe shows what there is
 
 
 def test_b11_a_key_in_a_file_is_redacted(tmp_path: Path) -> None:
@@ -351,7 +360,7 @@ def test_b12_ctrl_c_kills_the_group_and_gives_the_partial_output(tmp_path: Path)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=10)
     assert time.monotonic() - start < 3
-    assert out.splitlines() == [repr("partial\n[interrupted]"), "back: again"]
+    assert out.splitlines() == [repr("partial"), "back: again"]
     assert all(gone_within(int(pid), 1.0) for pid in pids.read_text().split())
 
 
