@@ -529,7 +529,8 @@ class Agent:
         faults, last = self.turn.faults, self.turn.step == self.settings.max_steps
         if invalid.reason == "no label" and (last or faults[-2:-1] == ["no label"]):
             status = "max_steps" if last else "final"
-            return Result(status, invalid.text, remark="prose without a label")
+            answer = invalid.text.removeprefix("Thought: ")
+            return Result(status, answer, remark="prose without a label")
         if len(faults) == 3 or [fault in ("empty", "cut") for fault in faults[-2:]] == [True, True]:
             status = "cut" if invalid.reason == "cut" else "invalid"
             return Result(status, remark=f"no usable reply: {', '.join(faults)}")
@@ -1024,7 +1025,8 @@ def answer(agent: Agent, question: str) -> int:
         agent.model = ScriptedModel(demo_replies(question, agent.settings.lang))
     result = agent.ask(question)
     if result.status != "final":
-        print(paint(sys.stderr, "error", f"{result.status}: {result.remark}"), file=sys.stderr)
+        line = f"{result.status}: {result.remark or 'the answer may be incomplete'}"
+        print(paint(sys.stderr, "error", line), file=sys.stderr)
     if result.answer:
         print(paint(sys.stdout, "answer", result.answer), flush=True)
     return {"final": 0, "error": 1, "interrupted": 130}.get(result.status, 3)
