@@ -77,7 +77,6 @@ class Settings:
 
 # ──── Part I · 2 Model: messages in, a reply out; only this section knows of the network ─────
 Message = dict[str, str]  # role (system, user or assistant) and content
-OnText = Callable[[str, bool], None]  # gets each piece of a reply as it comes; True: reasoning
 
 
 class Reply(NamedTuple):
@@ -109,43 +108,36 @@ class OpenAIModel:
         self.options = {name: value for name, value in options.items() if value != []}
         self.options["stream_options"] = {"include_usage": True}
 
-    def __call__(self, messages: list[Message], on_text: OnText) -> Reply:
-        """Asks once; `on_text` sees the reply while it is written."""
-        reply, text, shown = Reply("", finish=""), "", 0
-        # What could be the beginning of a key waits until it is clear that it isn't.
-        held = max(map(len, self.settings.secrets), default=0)
+    def __call__(self, messages: list[Message], on_text: Callable[[str, bool], None]) -> Reply:
+        """Asks once; `on_text` sees each piece as it comes, and whether it is reasoning."""
+        redact, reply, safe, shown = self.settings.redact, Reply("", finish=""), "", 0
         # Closed on Ctrl-C too, so that the server stops writing.
         with contextlib.closing(self.stream(messages)) as pieces:
             for piece in pieces:
                 reply = Reply(reply.text + piece.text, reply.reasoning + piece.reasoning,
                               piece.finish or reply.finish, piece.usage or reply.usage)
-                on_text(self.settings.redact(piece.reasoning), True)
-                text = self.settings.redact(reply.text)
-                on_text(text[shown : len(text) - held], False)
-                shown = max(shown, len(text) - held)
-        on_text(text[shown:], False)
+                safe = redact(reply.reasoning + reply.text)
+                # What could be the beginning of a key waits until it is clear that it isn't.
+                end = max(shown, len(safe) - max(map(len, self.settings.secrets), default=0))
+                on_text(safe[shown:end], shown < len(reply.reasoning))
+                shown = end
+        on_text(safe[shown:], False)
         if reply == Reply("", finish=""):
             raise self.explain(ValueError("the server's stream held no reply"))
-        return reply._replace(text=text, reasoning=self.settings.redact(reply.reasoning))
+        return reply._replace(text=redact(reply.text), reasoning=redact(reply.reasoning))
 
     def stream(self, messages: list[Message]) -> Generator[Reply, None, None]:
         """The pieces of a reply until it ends or the connection breaks; of a plain reply, one."""
         try:
             import openai  # here, because it takes a second and the offline mode needs none of it
-
             response = self.request(openai, messages)
-            with contextlib.closing(response.http_response):
+            with contextlib.closing(response.http_response) as body:
                 # By its type, since the SDK takes a page of HTML for a stream of nothing.
-                if "event-stream" in response.headers.get("content-type", ""):
-                    with contextlib.suppress(openai.APIConnectionError):
-                        yield from map(read_chunk, response.parse(to=openai.Stream[object]))
-                else:
-                    text = response.http_response.read().decode(errors="replace")
-                    body = json.loads(text)
-                    if not isinstance(body, dict) or not body.get("choices"):
-                        raise ValueError(text)
-                    piece = read_chunk(body)
-                    yield piece._replace(finish=piece.finish or "stop")
+                if "event-stream" not in response.headers.get("content-type", ""):
+                    yield read_plain(body.read().decode(errors="replace"))
+                    return
+                with contextlib.suppress(openai.APIConnectionError):
+                    yield from map(read_chunk, response.parse(to=openai.Stream[object]))
         except Exception as error:  # the SDK lets more through than its own errors
             raise self.explain(error) from None
 
@@ -189,7 +181,7 @@ class ScriptedModel:
         self.seen: list[list[Message]] = []
         self.replies = replies
 
-    def __call__(self, messages: list[Message], on_text: OnText) -> Reply:
+    def __call__(self, messages: list[Message], on_text: Callable[[str, bool], None]) -> Reply:
         """The next reply; {output} in it is the last observation without our notes."""
         self.seen.append([dict(message) for message in messages])
         if len(self.seen) > len(self.replies):
@@ -212,6 +204,8 @@ class Shell:
     """Runs each command in a new shell. `prefix` fences it in (empty: no sandbox), `notice` is
     for the screen. ConfigError: a sandbox was demanded that can't be had."""
 
+    refusal: Refusal | None = None  # of the last command; its text alone could be an output
+
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.settings, self.folder = settings, folder.resolve()
         self.name = "bash" if shutil.which("bash") else "sh"
@@ -221,10 +215,9 @@ class Shell:
         """The observation; a failure is a text too. Ctrl-C kills what runs and raises on."""
         if os.name == "nt":
             return "[error: commands need a POSIX shell; on Windows, start this program in WSL]"
-        # Kept, since the text alone doesn't tell: a command can print the same.
-        refusal = self.refusal = guard(command, self.folder)
-        if refusal:
-            return f"[refused: {refusal.reason}. Safer: {refusal.safer}]"
+        self.refusal = guard(command, self.folder)
+        if self.refusal:
+            return f"[refused: {self.refusal.reason}. Safer: {self.refusal.safer}]"
         try:
             return self.execute(command)
         except (OSError, ValueError) as error:  # no folder, no shell, a NUL, over 128 KiB, …
@@ -294,8 +287,9 @@ def parse_reply(text: str) -> Parsed:
         if kind in ("start", "thought"):
             thoughts.append(sections[n])
         elif kind == "final":
-            # Without the last of a fence or of bold stars that began before the answer.
-            answer = re.sub(r"\n[ \t]*(?:```|~~~)[ \t]*\Z", "", reply[end:].strip())
+            answer = reply[end:].strip()
+            if len(FENCE.findall(answer)) % 2:  # the end of one that began before the answer
+                answer = re.sub(r"\n[ \t]*(?:```|~~~)[ \t]*\Z", "", answer)
             # Below an empty label only further label lines: that is no text.
             empty = not sections[n] and all("\n" not in section for section in sections[n:])
             thought = "\n".join(thoughts).strip()
@@ -368,9 +362,8 @@ class Skills:
         table = {skill_key(s.place): s for s in skills} | {skill_key(s.name): s for s in skills}
         key = skill_key(request[:500])
         if key not in table:  # the table is the only way to a file: a request is never a path
-            near = difflib.get_close_matches(key, table, 1) or ["none"]
-            valid = ", ".join(skill.name for skill in skills) or "none"
-            return f"[error: no skill {key!r}, nearest: {near[0]}; there are: {valid}]"
+            nearest = difflib.get_close_matches(key, [s.name for s in skills], len(skills) or 1, 0)
+            return f"[error: no skill is called {key!r}; the nearest first: {', '.join(nearest)}]"
         skill = table[key]
         folder = skill.path.parent
         shown = clean(os.path.relpath(folder, self.folder))
@@ -529,8 +522,7 @@ class Agent:
         faults, last = self.turn.faults, self.turn.step == self.settings.max_steps
         if invalid.reason == "no label" and (last or faults[-2:-1] == ["no label"]):
             status = "max_steps" if last else "final"
-            answer = invalid.text.removeprefix("Thought: ")
-            return Result(status, answer, remark="prose without a label")
+            return Result(status, invalid.text.removeprefix("Thought: "), remark="prose, no label")
         if len(faults) == 3 or [fault in ("empty", "cut") for fault in faults[-2:]] == [True, True]:
             status = "cut" if invalid.reason == "cut" else "invalid"
             return Result(status, remark=f"no usable reply: {', '.join(faults)}")
@@ -745,8 +737,7 @@ def bwrap_command(network: bool, folder: Path) -> list[str]:
     words += [word for path in hidden for word in ("--tmpfs", str(path))]
     words += [word for path in shown for word in ("--ro-bind", str(path), str(path))]
     # A version manager's `python3` is a script that looks for the rest of it below home.
-    first_path = os.pathsep.join([f"{sys.prefix}/bin", *os.get_exec_path()])
-    words += ["--setenv", "PATH", first_path] if Path(sys.prefix) in shown else []
+    words += ["--setenv", "PATH", os.pathsep.join([f"{sys.prefix}/bin", *os.get_exec_path()])]
     words += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
     for secret in {ROOT / ".env", (folder / ".env").resolve()}:
         words += ["--ro-bind", "/dev/null", str(secret)] if secret.is_file() else []
@@ -791,6 +782,15 @@ def read_chunk(chunk: Any) -> Reply:
     told = (chunk or {}).get("usage") or {}
     usage = {name: number for name, number in told.items() if isinstance(number, int)}
     return Reply(str(content), str(reasoning), choice.get("finish_reason") or "", usage or None)
+
+
+def read_plain(text: str) -> Reply:
+    """The reply in a body that isn't a stream. ValueError with the text: it holds none."""
+    body = json.loads(text)
+    if not isinstance(body, dict) or not body.get("choices"):
+        raise ValueError(text)
+    reply = read_chunk(body)
+    return reply._replace(finish=reply.finish or "stop")
 
 
 def unwrap(text: str) -> str:
@@ -856,7 +856,6 @@ class Output:
     dropped = 0  # characters between text[:KEEP] and text[KEEP:]
 
     def drain(self, pipe: IO[bytes]) -> None:
-        """Reads until the last writer has closed the pipe."""
         chunks = iter(lambda: pipe.read(65_536), b"")
         for chunk in codecs.iterdecode(chunks, "utf-8", "replace"):
             text = self.text + chunk
@@ -869,7 +868,7 @@ class Output:
         text = self.text.rstrip("\n")
         ends = [text[:KEEP], text[KEEP:]] if self.dropped else [text]
         # After a lone carriage return a terminal writes the line anew.
-        ends = [redact(re.sub(r"[^\n]*\r(?=[^\r\n])", "", end)) for end in ends]
+        ends = [redact(re.sub(r"(?m)^[^\n]*\r(?=[^\r\n])", "", end)) for end in ends]
         size = self.dropped + sum(map(len, ends))
         if size <= room:
             return "".join(ends) or "(no output)"
@@ -886,7 +885,6 @@ def skill_key(text: str) -> str:
 
 def read_skill(path: Path, faults: list[str]) -> Skill:
     """A file's skill; `faults` gets what it survives. Errors: OSError, ValueError("line: why")."""
-    # The head begins with the file, so its lines have the file's numbers.
     head, body = (FRONTMATTER.findall(path.read_text(encoding="utf-8-sig")) or [("", "")])[0]
     try:
         fields = dict(yaml.load(head, yaml.BaseLoader) or {})  # only strings: a name may be `yes`
@@ -1091,7 +1089,7 @@ def command(agent: Agent, name: str) -> str:
         "skills": agent.skills.catalogue() or "no skills",
         "prompt": agent.messages[0]["content"],
         "messages": "\n\n".join(sent),
-        "status": f"{agent.model.name}; {len(sent)} messages, {size:,} characters",
+        "status": f"{agent.model.name} in {agent.shell.folder}, {len(sent)} messages, {size} chars",
     }
     return said.get(name) or str(read_table("help.yaml")["commands"])
 

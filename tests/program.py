@@ -26,6 +26,11 @@ class Done:
     out: str
     err: str
 
+    @property
+    def told(self) -> list[str]:
+        """The lines on stderr, but for the one that says there is no sandbox."""
+        return [line for line in self.err.splitlines() if not line.startswith("sandbox off: ")]
+
 
 def bare_environment(home: Path) -> dict[str, str]:
     """What a process needs to start, and nothing that configures the agent."""

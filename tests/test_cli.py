@@ -332,7 +332,7 @@ def test_d04_an_error_is_one_line_even_when_quiet(call: Call) -> None:
     with Server([error(401, "bad key")]) as server:
         done = call("-q", "q", **at(server))
     assert (done.code, done.out) == (1, "")
-    assert len(done.err.splitlines()) == 1
+    assert len(done.told) == 1
     assert "401" in done.err
 
 

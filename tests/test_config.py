@@ -255,7 +255,7 @@ def test_a04_a_whole_endpoint_is_named_as_the_mistake(call: Call, end: str) -> N
 def test_a04_a_broken_address_is_one_line(call: Call, url: str) -> None:
     done = call("-q", "hi", "--base-url", url, "--model", "m", OPENAI_API_KEY=OPENAI)
     assert done.code in (1, 2)
-    assert len(done.err.splitlines()) == 1
+    assert len(done.told) == 1
 
 
 # ---- which of two

@@ -16,11 +16,6 @@ import agent
 ROOT = Path(agent.__file__).resolve().parent
 NOTES: dict[str, str] = yaml.safe_load((ROOT / "prompts" / "nudges.yaml").read_text("utf-8"))
 STATUSES = {"final", "max_steps", "repeated", "refused", "invalid", "cut", "interrupted", "error"}
-FIRST_TOOL = pytest.mark.xfail(
-    strict=True,
-    raises=AttributeError,
-    reason="agent.py: Shell.refusal doesn't exist before the first command, and act() reads it",
-)
 CUT, STOP, FAIL = "\u2702", "^C", "!error"  # how a script asks a Moody model for trouble
 DONE = "Thought: done\nFinal Answer: done"
 HOSTILE = [
@@ -252,7 +247,6 @@ def test_c09_repeats_are_counted_in_one_turn_only(tmp_path: Path) -> None:
     assert NOTES["repeat"] not in str(model.seen)
 
 
-@FIRST_TOOL
 def test_c11_what_is_unknown_is_answered_with_what_is_valid(tmp_path: Path) -> None:
     asked, model = start(
         tmp_path,
@@ -328,14 +322,12 @@ def test_c12_without_an_answer_the_exit_code_is_3(
     assert "logged in as" in capsys.readouterr().out
 
 
-@FIRST_TOOL
 @pytest.mark.parametrize("tool", ["load_skill", "no_such_tool"])
 def test_c11_the_first_action_need_not_be_a_command(tmp_path: Path, tool: str) -> None:
     asked, _ = start(tmp_path, [action(tool, "code-review"), DONE])
     assert asked.ask("go").status == "final"
 
 
-@FIRST_TOOL
 def test_a_new_tool_is_one_entry(tmp_path: Path) -> None:
     asked, model = start(tmp_path, [action("reverse", "abc"), action("broken", "x"), DONE])
     asked.tools["reverse"] = ("turns a text round", lambda text: text[::-1])
@@ -378,7 +370,6 @@ def test_c10_no_output_can_end_a_turn(tmp_path: Path, text: str) -> None:
     assert (result.status, result.answer, result.steps) == ("final", "done", 5)
 
 
-@FIRST_TOOL
 @pytest.mark.parametrize("text", HOSTILE)
 def test_c10_no_skill_can_end_a_turn(tmp_path: Path, text: str) -> None:
     skills = tmp_path / "skills"
@@ -519,7 +510,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("loop")
 
 
-@FIRST_TOOL
 @settings(max_examples=100, deadline=None)
 @given(
     replies=st.lists(REPLIES, max_size=30),
@@ -541,7 +531,6 @@ def test_a11_a14_the_rules_hold_before_every_request(
     check_requests(model)
 
 
-@FIRST_TOOL
 @settings(max_examples=60, deadline=None)
 @given(replies=st.lists(REPLIES, max_size=12), outputs=st.lists(OUTPUTS, min_size=1, max_size=4))
 def test_c10_what_a_tool_returns_never_changes_the_course(

@@ -140,10 +140,6 @@ def test_a03_key_in_a_reply_is_redacted() -> None:
     assert KEY not in str(shown)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="agent.py: text[shown : len(text) - held] with a negative end shows the beginning again",
-)
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_a03_key_that_comes_in_pieces_is_neither_shown_nor_kept(size: int) -> None:
     text = f"Before it, words. It is {KEY}, or not: {KEY[:-1]}?"
@@ -154,9 +150,6 @@ def test_a03_key_that_comes_in_pieces_is_neither_shown_nor_kept(size: int) -> No
     assert len(shown) > 3  # it streams all the same
 
 
-@pytest.mark.xfail(
-    strict=True, reason="agent.py: each piece of the reasoning is shown without looking at the next"
-)
 def test_a03_key_in_pieces_of_the_reasoning_is_neither_shown_nor_kept() -> None:
     with Server([reply("4", reasoning=f"it is {KEY}.", size=5)]) as server:
         answer, shown = ask(server)

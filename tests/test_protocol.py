@@ -126,24 +126,19 @@ ROWS = load("parse.json") + load("parse_more.json")
 # Rows of the convenience rules (plus) that we decided not to meet, for the budget: id -> why.
 BUDGET = "plus, not built for the budget: "
 NOT_MET = {
+    "call-json": "rule 11: only tool(x) and tool[x]; dropped for the budget",
+    "call-input-next-line": "rule 11: only tool(x) and tool[x]; dropped for the budget",
+    "call-fence-below": "rule 11: only tool(x) and tool[x]; dropped for the budget",
     "label-bold-whole-final": BUDGET + "the ** that closes a wholly bold line stays in the answer",
     "bold-whole-final-line": BUDGET + "the ** that closes a wholly bold line stays in the answer",
     "input-label-same-line": BUDGET + "an input label has to begin its line",
-}
-# Rows that have to be met and are not: id -> what is wrong.
-DEFECTS = {
-    "final-keeps-own-fence": "rule 6: an answer loses the last line of a fence that it opened",
-    "call-json": "rule 11 (plus): tool ({json})",
-    "call-input-next-line": "rule 11 (plus): `Input: x` on the next line",
-    "call-fence-below": "rule 11 (plus): one fence below",
 }
 
 
 def marked(rows: list[dict[str, Any]]) -> list[Any]:
     """The rows as parameters, with a mark on those that are not met."""
     marks = {
-        name: [pytest.mark.xfail(strict=True, reason=reason)]
-        for name, reason in (NOT_MET | DEFECTS).items()
+        name: [pytest.mark.xfail(strict=True, reason=reason)] for name, reason in NOT_MET.items()
     }
     return [pytest.param(row, id=row["id"], marks=marks.get(row["id"], [])) for row in rows]
 

@@ -150,7 +150,6 @@ def test_d08_blank_lines_and_commands(program: Program) -> None:
         assert terminal.finish() == 0
 
 
-@pytest.mark.xfail(strict=True, reason="agent.py: /status has no folder, though /help says so")
 def test_d08_the_status_tells_model_folder_and_size(program: Program) -> None:
     with program.terminal("--trace", "off", NO_COLOR="1") as terminal:
         terminal.until(PROMPT)

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 SOURCE = Path(__file__).resolve().parent.parent / "agent.py"
 BANNER = re.compile(r"# ─{3,} Part (I{1,2}) · (\d+) ([^─]+?) ─{3,}")
 SECTIONS = [
@@ -181,7 +179,6 @@ def test_size_the_loop_is_there() -> None:
     assert "run_turn" in [function.name for function in functions(tree())]
 
 
-@pytest.mark.xfail(strict=True, reason="agent.py: OpenAIModel.stream nests four deep")
 def test_size_of_nesting() -> None:
     depths = {f"{f.name}:{f.lineno}": depth(f) for f in functions(tree())}
     assert {name: deep for name, deep in depths.items() if deep > 3} == {}
