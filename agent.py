@@ -133,8 +133,8 @@ class OpenAIModel:
             response = self.request(openai, messages)
             with contextlib.closing(response.http_response) as body:
                 # By its type, since the SDK takes a page of HTML for a stream of nothing.
-                if "event-stream" not in response.headers.get("content-type", ""):
-                    yield read_plain(body.read().decode(errors="replace"))
+                if "event-stream" not in response.headers.get("content-type", "").lower():
+                    yield read_plain(body.read().decode("utf-8-sig", "replace"))
                     return
                 with contextlib.suppress(openai.APIConnectionError):
                     yield from map(read_chunk, response.parse(to=openai.Stream[object]))
@@ -146,7 +146,7 @@ class OpenAIModel:
         if not self.client:
             openai._base_client.MAX_RETRY_AFTER_DELAY = 60  # seconds; longer waits are reported
             timeout = openai.Timeout(self.settings.read_timeout, connect=10)
-            key, url = self.settings.api_key.strip("\"' \r\n") or "local", self.settings.base_url
+            key, url = self.settings.api_key.strip("\"' \t\r\n") or "local", self.settings.base_url
             self.client = openai.OpenAI(api_key=key, base_url=url, timeout=timeout, max_retries=2)
         create = self.client.chat.completions.with_raw_response.create
         while True:
@@ -161,11 +161,10 @@ class OpenAIModel:
                     raise
                 del self.options[named[0]]
 
-    def explain(self, error: Exception) -> ModelError:
+    def explain(self, err: Exception) -> ModelError:
         """What to do about an error, and at most 500 characters of what the server said."""
-        texts = (getattr(error, "body", None), getattr(error, "doc", None), error.__cause__, error)
-        said = next(str(text) for text in texts if text)
-        status = getattr(error, "status_code", 408 if "Timeout" in type(error).__name__ else 0)
+        said = str(getattr(err, "body", "") or getattr(err, "doc", "") or err.__cause__ or err)
+        status = getattr(err, "status_code", 408 if "Timeout" in type(err).__name__ else 0)
         hints: dict[int, str] = read_table("help.yaml")["hints"]
         hint = hints.get(402 if "insufficient_quota" in said else min(status, 500), hints[400])
         words = " ".join(self.settings.redact(f"{status or ''} {said}").split())
@@ -269,7 +268,7 @@ TOKEN = re.compile(rf"""
         [^\S\n]{{0,9}}\d{{0,3}}(?:\*\*)?[^\S\n]{{0,9}}[:：](?:\*\*)?
     |^[^\S\n]{{0,99}}(?P<stopped>Observ[ation]{{0,5}})[^\S\n]{{0,99}}$  # what a stop string leaves
     |(?:^|(?<=[:：*]))[^\S\n]{{0,99}}(?P<fence>`{{3,}}|~{{3,}})[^`\n]*$
-    |(?<!<)<<-?[^\S\n]?['\"\\]?(?P<heredoc>[A-Za-z_]\w*)
+    |(?<!<)<<-?[^\S\n]?['\"\\]?(?P<heredoc>[A-Za-z_][\w-]*)
     """, re.MULTILINE | re.IGNORECASE | re.VERBOSE)
 NO_TOOL = re.compile(r"[`\"'*]*(?:(?:none|n/a|null)\b|无|没有|不需要)", re.IGNORECASE)
 FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
@@ -318,7 +317,7 @@ def read_action(reply: str, after: list[Label], sections: list[str], thought: st
 def find_labels(text: str) -> list[Label]:
     """The labels not quoted in a code fence or a heredoc, between one "start" and two "end"."""
     labels, position = [("start", 0, 0)], 0
-    last_lines = {line[1]: line.start() for line in re.finditer(r"^\t*(\w+)$", text, re.MULTILINE)}
+    last_lines = {line[1]: line.start() for line in re.finditer(r"(?m)^\t*([\w-]+)$", text)}
     while token := TOKEN.search(text, position):
         kind, position, word = str(token.lastgroup), token.end(), token["heredoc"]
         ends_later = labels[-1][0] == "input" and last_lines.get(word, 0) > position
@@ -332,7 +331,7 @@ def find_labels(text: str) -> list[Label]:
 
 
 # ──── Part I · 5 Skills: a line in the prompt, the instructions when they are asked for ──────
-BODY_LONG, BODY_MAX = 20_000, 50_000  # characters of a body: a warning, the cut
+BODY_LONG = 20_000  # characters of a body that get a warning: they fill a small context
 IGNORED = re.compile(r"\.|(node_modules|scripts|references|assets)$|(readme|license|changelog)\.")
 # What read_skill finds in a file; `place` is its folder's name, or a flat file's without .md.
 Skill = NamedTuple("Skill", [("name", str), ("place", str), ("description", str), ("body", str),
@@ -367,11 +366,10 @@ class Skills:
         skill = table[key]
         folder = skill.path.parent
         shown = clean(os.path.relpath(folder, self.folder))
-        cut = f"\n[cut; the rest: {shown}/{skill.path.name}]" if len(skill.body) > BODY_MAX else ""
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if os.path.isfile(p))
         files = [clean(n) for n in names if folder != self.home and not re.search(r"(^|/)[._]", n)]
         answer = (  # our words come last: there is no end mark that a body could fake
-            f"Skill: {skill.name}\n\n{skill.body[:BODY_MAX]}{cut}\n\nSkill directory: {shown}\n"
+            f"Skill: {skill.name}\n\n{skill.body}\n\nSkill directory: {shown}\n"
             f"[relative paths are relative to it; quote them; {len(files)} files: {files[:40]}]"
         )
         if self.loaded.get(skill.name) == answer:
@@ -417,7 +415,6 @@ class Turn:
     repeats: int = 0  # of it, in a row
     refusals: int = 0  # in a row
     faults: list[str] = field(default_factory=list)  # of the invalid replies in a row
-    last: bool = False  # the model was asked for its best answer so far
 
 
 class Agent:
@@ -468,7 +465,8 @@ class Agent:
             self.turn.step = step
             parsed = self.parse(self.think())
             if isinstance(parsed, Final):
-                return Result("max_steps" if self.turn.last else "final", parsed.answer)
+                hurried = step == self.settings.max_steps > 1  # see `add`
+                return Result("max_steps" if hurried else "final", parsed.answer)
             ended = self.act(parsed) if isinstance(parsed, Action) else self.nudge(parsed)
             if ended:
                 return ended
@@ -509,7 +507,7 @@ class Agent:
         if action.tool not in self.tools:
             return f"[error: no tool is called {action.tool}; the tools: {', '.join(self.tools)}]"
         try:
-            return self.tools[action.tool][1](action.input)
+            return str(self.tools[action.tool][1](action.input))
         except KeyboardInterrupt as interrupt:
             self.observe(action, f"{interrupt}\n[interrupted by the user]")
             raise
@@ -538,7 +536,7 @@ class Agent:
     def add(self, role: str, content: str) -> None:
         """The only way in: clean, without a key, never empty; asks for an answer in good time."""
         if role == "user" and 0 < self.turn.step == self.settings.max_steps - 1:
-            content, self.turn.last = f"{content}\n{self.texts['last_step']}", True
+            content += f"\n{self.texts['last_step']}"
         content = self.settings.redact(content).strip() or "(empty)"
         self.messages.append({"role": role, "content": content})
 
@@ -567,8 +565,9 @@ class Trace:
     nothing can be dimmed, unless `again`; `new`: those always in a line; `off`: nothing."""
 
     def __init__(self, mode: str, out: TextIO, title: str, again: bool = False) -> None:
-        self.mode, self.out, self.title, self.shown = mode, out, title, 0
+        self.mode, self.out, self.title = mode, out, title
         self.again = mode == "full" and (again or paint(out, "dim", "") != "")
+        self.shown: set[str] = set()
         self.usages: list[dict[str, int] | None] = []
 
     def __call__(self, event: str, data: dict[str, Any]) -> None:
@@ -581,18 +580,18 @@ class Trace:
     def rule(self, step: int, block: str, state: str, remark: str = "") -> None:
         """The line above a block: the step, the block, and the state of article 001."""
         dash = "─" if self.out.encoding.lower().startswith("utf") else "-"
-        self.say(f"{dash * 2} step {step}: {block} ({state}) {remark} ".ljust(80, dash), "dim")
+        self.say(f"{dash * 2} step {step}: {block} ({state}){remark} ".ljust(80, dash), "dim")
 
     def on_request(self, step: int, sent: list[Message]) -> None:
-        self.rule(step, "sent", "thinking", f"{len(sent)} messages")
-        self.shown = self.shown if self.shown < len(sent) else 0  # a conversation started afresh
+        self.rule(step, "sent", "thinking", f" {len(sent)} messages")
         for number, message in enumerate(sent):
-            known, text = number < self.shown, message["content"]
+            text = message["content"]
+            known, asked = text in self.shown, step == 1 and message is sent[-1]
             body = ", as before" if known and not self.again else f"\n{text}"
-            kind = "dim" if known else "question" if step == 1 and message is sent[-1] else ""
-            self.say(f"[{number}] {message['role']}, {len(text):,} characters{body}", kind)
-        self.shown = len(sent)
-        self.rule(step, "reply", "thinking", self.title)
+            self.say(f"[{number}] {message['role']}, {len(text):,} characters{body}",
+                     "dim" if known else "question" if asked else "")
+            self.shown.add(text)
+        self.rule(step, "reply", "thinking", f" {self.title}")
 
     def on_text(self, text: str, dim: bool) -> None:
         self.say(text, "dim" if dim else "", end="")
@@ -602,8 +601,8 @@ class Trace:
         self.say(f"\n[tokens: {count_usage([usage])}]", "dim")
 
     def on_parsed(self, step: int, kind: str, **parts: Any) -> None:
-        self.rule(step, "parsed", STATES[kind], kind)
-        said = [f"{name}: {parts[name]}" for name in ("tool", "input", "reason") if name in parts]
+        self.rule(step, "parsed", STATES[kind], f" {kind}")
+        said = [f"{n}: {parts[n]}" for n in ("tool", "input", "reason", "answer") if n in parts]
         dropped = ["what came after it is ignored"] if parts.get("ignored") else []
         self.say("\n".join([*said, *dropped]), "error" if "reason" in parts else "action")
 
@@ -620,7 +619,6 @@ class Trace:
 # ──── Part II · 8 Guard and sandbox: a seat belt and a fence ─────────────────────────────────
 # What stands in quotes is made inert: each special character becomes a private twin, so that the
 # plain patterns of prompts/guard.yaml see only what would act.
-GUARD_LIMIT = 16_000  # characters without heredoc bodies; what is longer is beyond a quick look
 _TWINS = {ord(char): 0xE000 + ord(char) for char in " \t\n;&|<>()#'\"\\`$*?~"}
 _UNTWIN = {twin: char for char, twin in _TWINS.items()} | {0xE000: "''"}  # E000: an empty word
 # Why a command isn't run, and what to do instead; `rule` is the family of the rule.
@@ -648,7 +646,7 @@ def _judge(command: str, folder: str) -> Refusal | None:
     scripts = [command]
     for script in scripts:  # grows while it is read
         text = _pattern("<heredoc>").sub(r"\1 \4\n\5", script)
-        if len(text) > GUARD_LIMIT or len(scripts) > 200:
+        if len(text) > 16_000 or len(scripts) > 200:  # beyond a quick look
             raise ValueError("too long, or too many scripts inside scripts")
         for (program, words, places), row in itertools.product(_commands(text, folder), rules):
             if not _pattern(row["program"]).fullmatch(program):
@@ -709,7 +707,7 @@ def sandbox_prefix(settings: Settings, folder: Path) -> tuple[list[str], str]:
     prefix, problem = bwrap_command(settings.network, folder), ""
     if settings.sandbox == "off":
         return [], "sandbox off: commands can change all that you can"
-    if Path.home().resolve().is_relative_to(folder):
+    if Path(os.path.expanduser("~")).resolve().is_relative_to(folder):
         problem = "the working folder is your home folder or holds it; use a folder of its own"
     elif not shutil.which("bwrap"):
         problem = "bubblewrap is not installed (Linux: apt, dnf or pacman install bubblewrap)"
@@ -723,8 +721,8 @@ def sandbox_prefix(settings: Settings, folder: Path) -> tuple[list[str], str]:
 
 def bwrap_command(network: bool, folder: Path) -> list[str]:
     """bubblewrap and its arguments; a later mount lies over the earlier ones."""
-    home = Path.home().resolve()
-    hidden = [path for path in (Path("/tmp"), Path("/run"), home) if path.is_dir()]
+    home = Path(os.path.expanduser("~")).resolve()
+    hidden = [path for path in (Path("/tmp"), Path("/run"), home) if path.is_dir() and path.name]
     # Single files of git, since its folder ~/.config/git may hold a `credentials` file.
     needed = [home / name for name in (".gitconfig", ".config/git/config", ".config/git/ignore")]
     needed += [ROOT, Path(sys.prefix), Path(sys.base_prefix), *map(Path, os.get_exec_path())]
@@ -741,7 +739,8 @@ def bwrap_command(network: bool, folder: Path) -> list[str]:
     words += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
     for secret in {ROOT / ".env", (folder / ".env").resolve()}:
         words += ["--ro-bind", "/dev/null", str(secret)] if secret.is_file() else []
-    return words + (["--tmpfs", f"{folder}/.agent"] if (folder / ".agent").is_dir() else [])
+    log = (folder / ".agent").resolve()
+    return words + (["--tmpfs", str(log)] if log.is_dir() else [])
 
 
 # ──── Part II · 9 Edges: what is wrapped around a reply, an output, a file ───────────────────
@@ -794,13 +793,12 @@ def read_plain(text: str) -> Reply:
 
 
 def unwrap(text: str) -> str:
-    """The reply without what stands around it: reasoning, a code fence, tokens of the server."""
+    """The reply without what stands around it: its reasoning, a code fence."""
     text = text.replace("\r\n", "\n").strip("\ufeff \t\n\u3000")
     text = re.sub(r"\A<(think|thinking)>.*?(?:</\1>|\Z)", "", text, flags=re.I | re.S).strip()
     closed = max((tag.end() for tag in re.finditer(r"</think(?:ing)?>", text, re.I)), default=0)
     if closed and "<think" not in text[:closed].lower() and len(find_labels(text[closed:])) > 3:
         text = text[closed:].strip()
-    text = text[:-200] + re.sub(r"(?:<\|\w{1,40}\|>\s*)+\Z", "", text[-200:])
     packed = re.match(r"(?:```|~~~)[^`\n]*\n(?:[^\S\n]*\n)*", text)
     if packed and (label := TOKEN.match(text, packed.end())) and label.lastgroup != "fence":
         text = text[packed.end():]
@@ -918,14 +916,14 @@ PLACEHOLDER = re.compile(r"(sk-)?(your|xxx|<|…|\.\.\.)", re.IGNORECASE)
 def configure(flags: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
     """Settings and where each came from: flag > environment > .env > default. ConfigError."""
     file = dotenv.dotenv_values(ROOT / ".env", interpolate=False, encoding="utf-8-sig")
-    raw = {name: str(text or "").strip("\"' \r\n") for name, text in {**file, **os.environ}.items()}
-    known = {name: value for name, value in raw.items() if value and not PLACEHOLDER.match(value)}
+    both = {n: str(t or "").strip("\"' \t\r\n") for n, t in (file | os.environ).items()}
+    known = {name: text for name, text in both.items() if text and not PLACEHOLDER.match(text)}
     # The pair of variables whose address a flag asks for, else the one that is set higher up.
     urls = {name: known.get(f"{name}_BASE_URL", url) for name, (url, _) in PROVIDERS.items()}
     asked = urlsplit(flags.base_url or "").netloc.lower().removesuffix(":443")
     pairs = [name for name, url in urls.items() if urlsplit(url).netloc.lower() == asked]
-    pairs += [name for place in (os.environ, file) for name in PROVIDERS
-              if {f"{name}_API_KEY", f"{name}_BASE_URL"} & known.keys() & place.keys()]
+    pairs += [n for place in (os.environ, file) for n in PROVIDERS
+              if not asked and {f"{n}_API_KEY", f"{n}_BASE_URL"} & known.keys() & place.keys()]
     provider = [*pairs, "OPENAI" if flags.base_url else "DEEPSEEK"][0]
     pair = {field: f"{provider}_{field.upper()}" for field in ("base_url", "api_key")}
     sources = {"model": "MODEL", **pair}
@@ -948,7 +946,7 @@ def complete(settings: Settings, provider: str) -> Settings:
     url, model = settings.base_url or url, settings.model or model
     local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
     faults = {
-        f"base URL {url!r} must start with http:// or https://": not re.match("https?://", url),
+        f"base URL {url!r} must start with http:// or https://": not re.match("(?i)https?://", url),
         f"base URL {url!r}: leave /chat/completions off": "/chat/completions" in url,
         f"{provider}_API_KEY is not set, in the environment or {ROOT / '.env'}": not (key or local),
         f"{provider}_API_KEY holds what no key has; copy it again": not re.fullmatch("[!-~]*", key),
@@ -980,8 +978,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader has gone; without this, Python complains when it closes stdout.
+    except OSError as error:  # the reader has gone, the disk is full, the folder is deleted
+        print(f"agent.py: {error}", file=sys.stderr)
+        # Without this, Python complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -995,7 +994,7 @@ def run(flags: argparse.Namespace) -> int:
         for setting in fields(settings):
             value = getattr(settings, setting.name)
             value = "(set)" if value and not setting.repr else value
-            print(f"{setting.name:<18} {value!s:<44} {origins.get(setting.name, 'default')}")
+            print(clean(f"{setting.name:<18} {value!s:<44} {origins.get(setting.name, 'default')}"))
         return 0
     question = " ".join(flags.question).strip()
     piped = not (question or flags.demo or sys.stdin.isatty())
@@ -1044,14 +1043,14 @@ def demo_replies(question: str, lang: str) -> list[str]:
 def converse(agent: Agent) -> int:
     """The conversation at a terminal: Ctrl-C ends a turn, Ctrl-D the program."""
     with contextlib.suppress(ImportError):  # Python can be built without it
-        __import__("readline")
-    print(f"Glassbox, {agent.model.name}, in {agent.shell.folder}. /help lists the commands.")
+        import readline  # noqa: F401
+    print(clean(f"Glassbox, {agent.model.name}, {agent.shell.folder}. /help lists the commands."))
     pending: list[str] = []
     while True:
         try:
             text = read_question(pending)
-            if text[:1] in ("/", ":"):
-                print(command(agent, text[1:].strip()))
+            if name := re.fullmatch(r"[/:](\w*)(?:\s.*)?", text):
+                print(command(agent, name[1]))
             elif text:
                 answer(agent, text)
         except EOFError:
@@ -1077,7 +1076,7 @@ def read_question(pending: list[str]) -> str:
 
 
 def command(agent: Agent, name: str) -> str:
-    """Does a /command and returns what it has to say; an unknown one gets the list."""
+    """Does a /command (or :command) and returns what it has to say."""
     if name in ("quit", "exit"):
         raise EOFError
     if name == "new":
@@ -1085,13 +1084,14 @@ def command(agent: Agent, name: str) -> str:
     size = sum(len(message["content"]) for message in agent.messages)
     sent = [f"[{n}] {each['role']}\n{each['content']}" for n, each in enumerate(agent.messages)]
     said = {
+        "help": str(read_table("help.yaml")["commands"]),
         "new": "a new conversation",
         "skills": agent.skills.catalogue() or "no skills",
         "prompt": agent.messages[0]["content"],
         "messages": "\n\n".join(sent),
         "status": f"{agent.model.name} in {agent.shell.folder}, {len(sent)} messages, {size} chars",
     }
-    return said.get(name) or str(read_table("help.yaml")["commands"])
+    return said.get(name, f"no command is called /{name}; the commands:\n{said['help']}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What the agent costs beside a bare loop: `python tests/bench.py` (about a minute).
 
-A stub on loopback, in a process of its own, answers at once, so that only our time is measured.
-Each arm is a process of its own too; of three runs the quickest counts.
+A stub on loopback answers at once. It and each arm are processes; of three runs the best counts.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ from typing import Any
 from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
-LENGTHS = (10, 50, 200)
-WARM = [{"role": "user", "content": "hi"}]  # a request and a command before the clock starts
+WARM = [{"role": "user", "content": "hi"}]  # asked before the clock starts
 FACTS = f"""import sys; sys.path.insert(0, {str(ROOT)!r}); import agent, json
 one = agent.Agent(agent.Settings(), agent.ScriptedModel([]))
 print(json.dumps([one.messages[0]["content"], one.shell.prefix]))"""
 
 
 class Stub(socketserver.StreamRequestHandler):
-    """Streams an action with the next number; GET tells how many bytes of bodies it got."""
+    """Streams an action, another at each step; GET tells how many bytes of bodies it got."""
 
-    numbers, sent, disable_nagle_algorithm = itertools.count(1), 0, True
+    sent, disable_nagle_algorithm = 0, True
 
     def handle(self) -> None:
         while first := self.rfile.readline():
             head = b"".join(iter(self.rfile.readline, b"\r\n"))
             kind, body = "text/plain", str(Stub.sent)
             if first.startswith(b"POST"):
-                Stub.sent += len(self.rfile.read(int(re.findall(rb"(?i)length: (\d+)", head)[0])))
-                text = f"Thought: on.\nAction: run_command\nAction Input: echo {next(self.numbers)}"
+                asked = self.rfile.read(int(re.findall(rb"(?i)length: (\d+)", head)[0]))
+                Stub.sent, number = Stub.sent + len(asked), asked.count(b'"role"') // 2
+                text = f"Thought: on.\nAction: run_command\nAction Input: echo {number}"
                 deltas = [{"content": piece} for piece in re.findall(r"(?s).{1,4}", text)]
                 choices = [{"delta": d} for d in deltas] + [{"delta": {}, "finish_reason": "stop"}]
                 events = [*(json.dumps({"choices": [choice]}) for choice in choices), "[DONE]"]
@@ -79,16 +78,14 @@ def bare_arm(url: str, steps: int, prompt: str) -> Callable[[], Any]:
 
     def loop() -> None:
         for step in range(1, steps + 1):
-            reply = call(messages)
-            messages.append({"role": "assistant", "content": reply})
+            messages.append({"role": "assistant", "content": (reply := call(messages))})
             if step < steps:  # the agent doesn't run the last one either
                 typed = reply.partition("Action Input: ")[2]
                 done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True)
-                seen = f"Observation: $ {typed}\n{done.stdout}".strip()
+                seen = f"Observation: $ {typed}\n{done.stdout.strip()}"
                 messages.append({"role": "user", "content": seen})
 
     call(WARM)
-    subprocess.run(["bash", "-c", "true"], capture_output=True)
     return loop
 
 
@@ -104,13 +101,11 @@ def arm(kind: str, url: str, steps: str, more: str) -> None:
 
 def median_ms(times: int, *argv: str) -> float:
     """Of a command that may end with 0, or 3: no step left."""
-    taken = []
+    clock = [time.perf_counter()]
     for _ in range(times):
-        start = time.perf_counter()
-        done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL)
-        taken.append((time.perf_counter() - start) * 1000)
-        assert done.returncode in (0, 3), done
-    return statistics.median(taken)
+        assert subprocess.run(argv, capture_output=True).returncode in (0, 3), argv
+        clock.append(time.perf_counter())
+    return statistics.median(b - a for a, b in itertools.pairwise(clock)) * 1000
 
 
 def child(*argv: str) -> Any:
@@ -119,16 +114,15 @@ def child(*argv: str) -> Any:
 
 
 def show(url: str) -> None:
-    """Measures all and prints it."""
     run = f"{ROOT}/agent.py -q --sandbox off --model m --max-steps 2 Count. --base-url {url}/v1"
     print("Start-up, median of 7, ms; agent.py: two requests, one command")
     for argv in (["-c", "pass"], ["-c", "import openai"], run.split()):
-        name = " ".join(["python", Path(argv[0]).name, *argv[1:2]])
-        print(f"  {name:<24}{median_ms(7, sys.executable, *argv):8.0f}")
+        name = f"{Path(argv[0]).name} {argv[1]}"
+        print(f"  python {name:<20}{median_ms(7, sys.executable, *argv):8.0f}")
     prompt, prefix = child("-c", FACTS)
     arms = [("bare", prompt), ("agent", "off"), *[("agent", "bwrap")] * bool(prefix)]
     print("\nsteps arm          ms/step  ratio  bytes/step  ratio  peak MB")
-    for steps in map(str, LENGTHS):  # the arms in turn, so that a busy moment hits all
+    for steps in ("10", "50", "200"):  # the arms in turn, so that a busy moment hits all
         rounds = [[child(__file__, a, url, steps, b) for a, b in arms] for _ in range(3)]
         best = [min(runs) for runs in zip(*rounds, strict=True)]
         for (kind, more), (ms, sent, peak) in zip(arms, best, strict=True):
@@ -137,8 +131,8 @@ def show(url: str) -> None:
     print("\nbubblewrap, median of 30, ms" if prefix else "\nbubblewrap: not to be had here")
     for command in ("true", f"{shlex.quote(sys.executable)} -c pass") if prefix else ():
         plain, fenced = (median_ms(30, *p, "bash", "-c", command) for p in ([], prefix))
-        name = command.split("/")[-1]
-        print(f"  {name:<16}{plain:6.1f} plain{fenced:6.1f} fenced, ratio {fenced / plain:.2f}")
+        print(f"  {command.split('/')[-1]:<16}{plain:6.1f} plain{fenced:6.1f} fenced"
+              f", ratio {fenced / plain:.2f}")
 
 
 if __name__ == "__main__":
@@ -147,8 +141,9 @@ if __name__ == "__main__":
     server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Stub)
     if not (child_id := os.fork()):
         server.serve_forever()
-    try:
-        os.chdir(tempfile.mkdtemp())
-        show(f"http://127.0.0.1:{server.server_address[1]}")
-    finally:
-        os.kill(child_id, signal.SIGTERM)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            show(f"http://127.0.0.1:{server.server_address[1]}")
+        finally:
+            os.kill(child_id, signal.SIGTERM)

@@ -133,8 +133,11 @@ def test_d08_blank_lines_and_commands(program: Program) -> None:
         listed = say(terminal, "/help")
         for name in COMMANDS:
             assert f"/{name}" in listed
-        for unknown in (":help", "/nope", ":helpme now"):
-            assert say(terminal, unknown)[-len(listed) :] == listed
+        assert say(terminal, ":help")[-len(listed) :] == listed
+        for unknown in ("/nope", ":helpme now"):
+            told = say(terminal, unknown)
+            assert f"no command is called /{unknown[1:].split()[0]}" in told
+            assert told[-len(listed) :] == listed
         assert "code-review" in say(terminal, ":skills")
         assert "code-review" in say(terminal, "/prompt")
         assert WHO not in say(terminal, "/messages")
