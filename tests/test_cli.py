@@ -493,3 +493,22 @@ def test_f02_prompt_and_messages_tell_exactly_what_was_sent(program: Program) ->
         assert message["role"] in head
         between.append(head)
     assert all(len(head) < 40 for head in [*between, printed])
+
+
+def test_b10_a_full_disk_or_a_deleted_folder_is_one_line(program: Program) -> None:
+    script = f'"{sys.executable}" "{program.project}/agent.py"'
+    for line in (f"{script} -q whoami > /dev/full", f"rmdir ../gone; {script} -q whoami"):
+        gone = program.folder / "gone"
+        gone.mkdir(exist_ok=True)
+        done = subprocess.run(
+            ["bash", "-c", line],
+            cwd=gone,
+            env=program.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("agent.py: [Errno")

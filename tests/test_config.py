@@ -436,3 +436,10 @@ def test_d04_a_bad_flag_is_one_line_that_names_it(call: Call, args: list[str], n
     line = one_line(call("whoami", *args))
     assert named in line
     assert "usage" not in line.lower()
+
+
+def test_a04_an_address_by_flag_of_no_pair_gets_no_deepseek_key(call: Call) -> None:
+    with answers() as server:
+        done = call("-q", "hi", "--base-url", server.url, DEEPSEEK_API_KEY=DEEPSEEK, MODEL="m")
+    assert done.code == 0, done.err
+    assert bearer(server) == ["Bearer local"]

@@ -161,8 +161,8 @@ def test_b15_tcp_to_loopback_only_with_network(work: Path, network: bool) -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         text = sandboxed(work, network=network).run(
-            f"python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", {port}), 3);"
-            " print(\"connected\")'"
+            f'python3 -c \'import socket; socket.create_connection(("127.0.0.1", {port}), 3);'
+            ' print("connected")\''
         )
     assert text.endswith("connected") is network, text
 
@@ -303,3 +303,25 @@ def test_b15_home_as_working_folder(
     assert notice.startswith("sandbox off: ") and "\n" not in notice
     with pytest.raises(agent.ConfigError):
         agent.sandbox_prefix(agent.Settings(sandbox="bwrap"), path)
+
+
+# ---- What the folder holds, or an odd home, must not take the fence away ---------------------
+
+
+def test_b15_a_link_called_agent_keeps_the_fence(work: Path, outside: Path) -> None:
+    (work / ".agent").symlink_to(outside)
+    runner = sandboxed(work)
+    assert runner.notice == ""
+    runner.run(f"echo x > {outside}/canary; rm -f .agent/canary")
+    assert (outside / "canary").read_text() == "alive"
+
+
+@pytest.mark.parametrize("home", ["/", "", "/nowhere"])
+def test_b15_an_odd_home_keeps_the_fence(
+    work: Path, outside: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    monkeypatch.setenv("HOME", home)
+    runner = sandboxed(work)
+    assert runner.notice == ""
+    assert runner.run(f"echo x > {outside}/canary || echo no").splitlines()[-1] == "no"
+    assert (outside / "canary").read_text() == "alive"
