@@ -233,8 +233,8 @@ class Shell:
         # A thread, so that the shell's end is seen while a background child holds the pipe. It
         # reads on after that: a server started with `&` would die of a closed pipe.
         reader = threading.Thread(target=output.drain, args=(process.stdout,), daemon=True)
-        reader.start()
         try:
+            reader.start()
             note = exit_note(process.wait(self.settings.timeout))
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
             with contextlib.suppress(OSError):

@@ -353,6 +353,7 @@ def test_b12_ctrl_c_kills_the_group_and_gives_the_partial_output(tmp_path: Path)
     pids, end = tmp_path / "pids", time.monotonic() + 10
     while not (pids.exists() and pids.read_text().endswith("\n")) and time.monotonic() < end:
         time.sleep(0.05)
+    time.sleep(0.3)  # nobody presses Ctrl-C in the millisecond in which a command starts
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=10)
