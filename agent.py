@@ -316,17 +316,20 @@ def read_action(reply: str, after: list[Label], sections: list[str], thought: st
 
 def find_labels(text: str) -> list[Label]:
     """The labels not quoted in a code fence or a heredoc, between one "start" and two "end"."""
-    labels, position = [("start", 0, 0)], 0
+    labels, position, bodies = [("start", 0, 0)], 0, (0, 0)  # of the heredocs of one line
     last_lines = {line[1]: line.start() for line in re.finditer(r"(?m)^\t*([\w-]+)$", text)}
     while token := TOKEN.search(text, position):
         kind, position, word = str(token.lastgroup), token.end(), token["heredoc"]
-        ends_later = labels[-1][0] == "input" and last_lines.get(word, 0) > position
-        if kind == "fence" or (kind == "heredoc" and ends_later):
-            last_line = rf"^\t*{word}$" if word else rf"^[ \t]*{token['fence']}[`~]*[ \t]*$"
-            closing = re.compile(last_line, re.MULTILINE).search(text, position)
+        if bodies[0] < token.start() < bodies[1]:
+            continue
+        if kind == "fence":
+            closing = re.compile(rf"(?m)^[ \t]*{token['fence']}[`~]*[ \t]*$").search(text, position)
             position = closing.end() if closing else len(text)
         elif kind != "heredoc":
             labels.append((kind, token.start(), position))
+        elif labels[-1][0] == "input" and last_lines.get(word, 0) > position:
+            closing = re.compile(rf"(?m)^\t*{word}$").search(text, max(position, bodies[1]))
+            bodies = (text.find("\n", position), closing.end() if closing else bodies[1])
     return [*labels, ("end", len(text), len(text)), ("end", len(text), len(text))]
 
 
@@ -919,25 +922,22 @@ def configure(flags: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
     both = {n: str(t or "").strip("\"' \t\r\n") for n, t in (file | os.environ).items()}
     known = {name: text for name, text in both.items() if text and not PLACEHOLDER.match(text)}
     # The pair of variables whose address a flag asks for, else the one that is set higher up.
-    urls = {name: known.get(f"{name}_BASE_URL", url) for name, (url, _) in PROVIDERS.items()}
+    urls = {n: urlsplit(known.get(f"{n}_BASE_URL", url)) for n, (url, _) in PROVIDERS.items()}
     asked = urlsplit(flags.base_url or "").netloc.lower().removesuffix(":443")
-    pairs = [name for name, url in urls.items() if urlsplit(url).netloc.lower() == asked]
-    pairs += [n for place in (os.environ, file) for n in PROVIDERS
-              if not asked and {f"{n}_API_KEY", f"{n}_BASE_URL"} & known.keys() & place.keys()]
-    provider = [*pairs, "OPENAI" if flags.base_url else "DEEPSEEK"][0]
-    pair = {field: f"{provider}_{field.upper()}" for field in ("base_url", "api_key")}
-    sources = {"model": "MODEL", **pair}
-    found = {field: known[name] for field, name in sources.items() if name in known}
-    origins = {field: "environment" if sources[field] in os.environ else ".env" for field in found}
-    flagged = {setting.name: getattr(flags, setting.name, None) for setting in fields(Settings)}
-    given = {name: value for name, value in flagged.items() if value is not None}
+    pairs = [n for place in (os.environ, file) for n in PROVIDERS
+             if {f"{n}_API_KEY", f"{n}_BASE_URL"} & known.keys() & place.keys()]
+    matching = [n for n, url in urls.items() if url.netloc.lower() == asked]
+    p = [*matching, "OPENAI"][0] if asked else [*pairs, "DEEPSEEK"][0]
+    names = {"model": "MODEL", "base_url": f"{p}_BASE_URL", "api_key": f"{p}_API_KEY"}
+    found = {field: known[name] for field, name in names.items() if name in known}
+    origins = {field: "environment" if names[field] in os.environ else ".env" for field in found}
+    given = {s.name: v for s in fields(Settings) if (v := getattr(flags, s.name, None)) is not None}
     keys = tuple(key for name in PROVIDERS if len(key := known.get(f"{name}_API_KEY", "")) >= 12)
     chosen = Settings(**{**found, **given, "secrets": keys})
     if chosen.max_steps < 1 or not 0 < chosen.timeout < 1e6 or not os.path.isdir(chosen.skills_dir):
         raise ConfigError("--max-steps and --timeout must be above 0, --skills a folder")
-    if chosen.api_key or chosen.base_url or flags.model:
-        chosen = complete(chosen, provider)
-    return chosen, origins | dict.fromkeys(given, "flag")
+    online = chosen.api_key or chosen.base_url or flags.model
+    return complete(chosen, p) if online else chosen, origins | dict.fromkeys(given, "flag")
 
 
 def complete(settings: Settings, provider: str) -> Settings:
