@@ -104,9 +104,8 @@ class OpenAIModel:
         self.settings, self.name = settings, settings.model
         self.client: Any = None
         # 0: the same question gets the same reply, as far as the server can.
-        options = {"temperature": 0.0, "stop": list(settings.stop)}
-        self.options = {name: value for name, value in options.items() if value != []}
-        self.options["stream_options"] = {"include_usage": True}
+        options: dict[str, Any] = {"temperature": 0.0, "stream_options": {"include_usage": True}}
+        self.options = options | ({"stop": list(settings.stop)} if settings.stop else {})
 
     def __call__(self, messages: list[Message], on_text: Callable[[str, bool], None]) -> Reply:
         """Asks once; `on_text` sees each piece as it comes, and whether it is reasoning."""
@@ -272,8 +271,8 @@ TOKEN = re.compile(rf"""
     """, re.MULTILINE | re.IGNORECASE | re.VERBOSE)
 NO_TOOL = re.compile(r"[`\"'*]*(?:(?:none|n/a|null)\b|无|没有|不需要)", re.IGNORECASE)
 FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
-BLOCK = re.compile(r"(?sm)(`{3,}|~{3,})(?:[^`\n]*\n(.*?)^[ \t]*\1[`~]*[ \t]*$|([^`\n]+)\1)(.*)\Z")
-CALL = re.compile(r"(?s)([\w.-]+)[(（\[](?:\w+\s*=\s*(?=[\"']))?(.*)[)）\]]\Z")  # tool(name="x")
+CALL = re.compile(r"""(?is)([\w.-]+)(?:[(（\[](?:\w+\s*=\s*(?=["']))?(.*)[)）\]]|[ ]\((\{.*\})\)
+    |\s+(?:Action\ )?Input[:：](.*)|\s*\n(```.*))\Z""", re.VERBOSE)  # tool(name="x"), Input: x, …
 
 
 def parse_reply(text: str) -> Parsed:
@@ -282,13 +281,14 @@ def parse_reply(text: str) -> Parsed:
     labels = find_labels(reply)
     sections = [reply[end:after[1]].strip() for (_, _, end), after in itertools.pairwise(labels)]
     thoughts: list[str] = []
-    for n, (kind, _, end) in enumerate(labels[:-2]):
+    for n, (kind, start, end) in enumerate(labels[:-2]):
         if kind in ("start", "thought"):
             thoughts.append(sections[n])
         elif kind == "final":
             answer = reply[end:].strip()
             if len(FENCE.findall(answer)) % 2:  # the end of one that began before the answer
                 answer = re.sub(r"\n[ \t]*(?:```|~~~)[ \t]*\Z", "", answer)
+            answer = answer.removesuffix("**" if reply[start:end].count("**") == 1 else "")
             # Below an empty label only further label lines: that is no text.
             empty = not sections[n] and all("\n" not in section for section in sections[n:])
             thought = "\n".join(thoughts).strip()
@@ -300,10 +300,10 @@ def parse_reply(text: str) -> Parsed:
 
 def read_action(reply: str, after: list[Label], sections: list[str], thought: str) -> Parsed:
     """An Action label: `sections` begin with its text, `after` with the label that follows."""
-    with_input = after[0][0] == "input"
-    call = None if with_input else CALL.match(sections[0])
-    called, value = call.groups() if call else (sections[0], sections[1] * with_input)
-    stop = after[with_input][1]
+    given = after[0][0] == "input"  # else the input may stand behind the tool's name
+    hit = None if given else CALL.match(sections[0])
+    called, value = hit.group(1, hit.lastindex or 1) if hit else (sections[0], sections[1] * given)
+    stop = after[given][1]
     tool = called.split()[0].strip("`\"'*[]()<>【】") if called else ""
     if not tool or not value or "|" in called.split("\n")[0]:
         return Invalid("no input", reply)
@@ -334,7 +334,6 @@ def find_labels(text: str) -> list[Label]:
 
 
 # ──── Part I · 5 Skills: a line in the prompt, the instructions when they are asked for ──────
-BODY_LONG = 20_000  # characters of a body that get a warning: they fill a small context
 IGNORED = re.compile(r"\.|(node_modules|scripts|references|assets)$|(readme|license|changelog)\.")
 # What read_skill finds in a file; `place` is its folder's name, or a flat file's without .md.
 Skill = NamedTuple("Skill", [("name", str), ("place", str), ("description", str), ("body", str),
@@ -587,12 +586,11 @@ class Trace:
 
     def on_request(self, step: int, sent: list[Message]) -> None:
         self.rule(step, "sent", "thinking", f" {len(sent)} messages")
-        for number, message in enumerate(sent):
-            text = message["content"]
-            known, asked = text in self.shown, step == 1 and message is sent[-1]
-            body = ", as before" if known and not self.again else f"\n{text}"
-            self.say(f"[{number}] {message['role']}, {len(text):,} characters{body}",
-                     "dim" if known else "question" if asked else "")
+        for number, m in enumerate(sent):
+            text = m["content"]
+            kind = "dim" if text in self.shown else "question" if step < 2 and m is sent[-1] else ""
+            body = ", as before" if kind == "dim" and not self.again else f"\n{text}"
+            self.say(f"[{number}] {m['role']}, {len(text):,} characters{body}", kind)
             self.shown.add(text)
         self.rule(step, "reply", "thinking", f" {self.title}")
 
@@ -750,6 +748,7 @@ def bwrap_command(network: bool, folder: Path) -> list[str]:
 KEEP = 65_536  # characters kept of either end of an output, before escapes go
 FRONTMATTER = re.compile(r"\A(\s*^---[ \t]*\n.*?)^---[ \t]*(?:\n|\Z)(.*)", re.S | re.M)
 FIELD = re.compile(r"(?m)^([\w-]+)[ \t]*[:：](?:\s*[>|]-?\n)?(.*(?:\n(?![\w-]+[ \t]*[:：]).*)*)")
+BLOCK = re.compile(r"(?sm)(`{3,}|~{3,})(?:[^`\n]*\n(.*?)^[ \t]*\1[`~]*[ \t]*$|([^`\n]+)\1)(.*)\Z")
 WRAPPING = re.compile(r"""^(load_)?(skill|name)['" ]*[:=(]\W*|^(\./)?(skills/)?|(/skill)?\.md$""")
 
 
@@ -796,12 +795,13 @@ def read_plain(text: str) -> Reply:
 
 
 def unwrap(text: str) -> str:
-    """The reply without what stands around it: its reasoning, a code fence."""
+    """The reply without what stands around it: reasoning, a code fence, server tokens."""
     text = text.replace("\r\n", "\n").strip("\ufeff \t\n\u3000")
     text = re.sub(r"\A<(think|thinking)>.*?(?:</\1>|\Z)", "", text, flags=re.I | re.S).strip()
     closed = max((tag.end() for tag in re.finditer(r"</think(?:ing)?>", text, re.I)), default=0)
     if closed and "<think" not in text[:closed].lower() and len(find_labels(text[closed:])) > 3:
         text = text[closed:].strip()
+    text = text[:-200] + re.sub(r"(?:<\|\w{1,40}\|>\s*)+\Z", "", text[-200:])
     packed = re.match(r"(?:```|~~~)[^`\n]*\n(?:[^\S\n]*\n)*", text)
     if packed and (label := TOKEN.match(text, packed.end())) and label.lastgroup != "fence":
         text = text[packed.end():]
@@ -902,7 +902,7 @@ def read_skill(path: Path, faults: list[str]) -> Skill:
         raise ValueError(f"{line}: no description in a frontmatter between two lines of just ---")
     if name != place or not re.fullmatch(r"(?!.{65})[^\W_A-Z]+(-[^\W_A-Z]+)*", name):
         faults.append(f" name {name!r} is not the folder's in a-z, 0-9, -")
-    for what, text, limit in (("description", description, 1024), ("body", body, BODY_LONG)):
+    for what, text, limit in (("description", description, 1024), ("body", body, 20_000)):
         if len(text) > limit:
             faults.append(f" {what} of {len(text)} characters, more than {limit}")
     usable = name.isprintable() and not re.search(r"[/\\]|\.\.|^$", name)  # unlike any path

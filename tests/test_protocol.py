@@ -123,28 +123,11 @@ def load(name: str) -> list[dict[str, Any]]:
 
 
 ROWS = load("parse.json") + load("parse_more.json")
-# Rows of the convenience rules (plus) that we decided not to meet, for the budget: id -> why.
-BUDGET = "plus, not built for the budget: "
-NOT_MET = {
-    **dict.fromkeys(
-        ["special-tokens-tail", "token-eot-final", "token-endoftext-newline"],
-        "plus, not built for the budget: a server token at the end stays",
-    ),
-    "call-json": "rule 11: only tool(x) and tool[x]; dropped for the budget",
-    "call-input-next-line": "rule 11: only tool(x) and tool[x]; dropped for the budget",
-    "call-fence-below": "rule 11: only tool(x) and tool[x]; dropped for the budget",
-    "label-bold-whole-final": BUDGET + "the ** that closes a wholly bold line stays in the answer",
-    "bold-whole-final-line": BUDGET + "the ** that closes a wholly bold line stays in the answer",
-    "input-label-same-line": BUDGET + "an input label has to begin its line",
-}
 
 
 def marked(rows: list[dict[str, Any]]) -> list[Any]:
-    """The rows as parameters, with a mark on those that are not met."""
-    marks = {
-        name: [pytest.mark.xfail(strict=True, reason=reason)] for name, reason in NOT_MET.items()
-    }
-    return [pytest.param(row, id=row["id"], marks=marks.get(row["id"], [])) for row in rows]
+    """The rows as parameters."""
+    return [pytest.param(row, id=row["id"]) for row in rows]
 
 
 def reply_of(row: dict[str, Any]) -> str:
@@ -213,10 +196,6 @@ def test_c03_table(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", marked([row for row in ROWS if "\r" not in reply_of(row)]))
 def test_c03_table_with_crlf(row: dict[str, Any]) -> None:
     check_row(row["expect"], agent.parse_reply(reply_of(row).replace("\n", "\r\n")))
-
-
-def test_c03_every_core_row_is_met() -> None:
-    assert {row["tier"] for row in ROWS if row["id"] in NOT_MET} == {"plus"}
 
 
 def test_c03_table_is_deterministic_and_ids_are_unique() -> None:
