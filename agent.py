@@ -72,7 +72,8 @@ class Settings:
 
     def redact(self, text: str) -> str:
         """The text cleaned (see `clean`), and with every known key replaced by `[key]`."""
-        return functools.reduce(lambda t, key: t.replace(key, "[key]"), self.secrets, clean(text))
+        keys = [key for key in (*self.secrets, self.api_key) if len(key) >= 12]
+        return functools.reduce(lambda t, key: t.replace(key, "[key]"), keys, clean(text))
 
 
 # ──── Part I · 2 Model: messages in, a reply out; only this section knows of the network ─────
@@ -205,7 +206,7 @@ class Shell:
     refusal: Refusal | None = None  # of the last command; its text alone could be an output
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self.settings, self.folder = settings, folder.resolve()
+        self.settings, self.folder = settings, Path(folder).resolve()
         self.name = "bash" if shutil.which("bash") else "sh"
         self.prefix, self.notice = sandbox_prefix(settings, self.folder)
 
@@ -334,7 +335,7 @@ def find_labels(text: str) -> list[Label]:
 
 
 # ──── Part I · 5 Skills: a line in the prompt, the instructions when they are asked for ──────
-IGNORED = re.compile(r"\.|(node_modules|scripts|references|assets)$|(readme|license|changelog)\.")
+SKIP = re.compile(r"\.|(node_modules|scripts|assets|(readme|license|changelog)([-_.]\w\w)*\.md)$")
 # What read_skill finds in a file; `place` is its folder's name, or a flat file's without .md.
 Skill = NamedTuple("Skill", [("name", str), ("place", str), ("description", str), ("body", str),
                              ("path", Path)])
@@ -355,7 +356,8 @@ class Skills:
 
     def catalogue(self) -> str:
         """Lines `- name: description`; "" without skills."""
-        return "\n".join(f"- {skill.name}: {skill.description}" for skill in self.listed)
+        room = 8_000 // max(1, len(self.listed))  # characters: every request holds all of them
+        return "\n".join(f"- {skill.name}: {skill.description[:room]}" for skill in self.listed)
 
     def load(self, request: str) -> str:
         """A skill's text, folder and files, or `[error: …]` with the valid names."""
@@ -385,7 +387,7 @@ class Skills:
         problems: list[str] = []
         for entry in sorted(self.home.glob("*"), key=lambda path: (os.path.isfile(path), path)):
             path = entry if os.path.isfile(entry) else entry / "SKILL.md"
-            if path.suffix != ".md" or IGNORED.match(entry.name.casefold()):
+            if path.suffix != ".md" or SKIP.match(entry.name.casefold()):
                 continue
             faults = [f" {deep} is a level too deep" for deep in sorted(entry.glob("*/SKILL.md"))]
             try:
@@ -432,10 +434,8 @@ class Agent:
         self.texts: dict[str, str] = read_table("nudges.yaml")
         self.shell = Shell(settings, folder or Path.cwd())
         self.skills = Skills(settings.skills_dir, self.shell.folder)
-        self.tools = {
-            "run_command": (self.texts["run_command"], self.shell.run),
-            "load_skill": (self.texts["load_skill"], self.skills.load),
-        }
+        self.tools = {"run_command": (self.texts["run_command"], self.shell.run),
+                      "load_skill": (self.texts["load_skill"], self.skills.load)}
         self.reset()
 
     def reset(self) -> None:
@@ -453,8 +453,8 @@ class Agent:
                 self.add("assistant", f"[turn ended: {self.ending}]")
             self.add("user", question)
             result = self.run_turn()
-        except ModelError as error:
-            result = Result("error", remark=str(error))
+        except Exception as error:  # a ModelError, or a fault in a model of your own
+            result = Result("error", remark=str(error) or type(error).__name__)
         except KeyboardInterrupt:
             result = Result("interrupted", remark="stopped by Ctrl-C")
         result, self.ending = result._replace(steps=self.turn.step), result.status
@@ -713,7 +713,7 @@ def sandbox_prefix(settings: Settings, folder: Path) -> tuple[list[str], str]:
     elif not shutil.which("bwrap"):
         problem = "bubblewrap is not installed (Linux: apt, dnf or pacman install bubblewrap)"
     else:
-        done = subprocess.run([*prefix, "true"], capture_output=True, errors="replace")
+        done = subprocess.run([*prefix, "sh", "-c", ":"], capture_output=True, errors="replace")
         problem = clean(done.stderr).strip() + " (see the README)" if done.returncode else ""
     if problem and settings.sandbox == "bwrap":
         raise ConfigError(f"--sandbox bwrap: {problem}")
@@ -749,7 +749,7 @@ KEEP = 65_536  # characters kept of either end of an output, before escapes go
 FRONTMATTER = re.compile(r"\A(\s*^---[ \t]*\n.*?)^---[ \t]*(?:\n|\Z)(.*)", re.S | re.M)
 FIELD = re.compile(r"(?m)^([\w-]+)[ \t]*[:：](?:\s*[>|]-?\n)?(.*(?:\n(?![\w-]+[ \t]*[:：]).*)*)")
 BLOCK = re.compile(r"(?sm)(`{3,}|~{3,})(?:[^`\n]*\n(.*?)^[ \t]*\1[`~]*[ \t]*$|([^`\n]+)\1)(.*)\Z")
-WRAPPING = re.compile(r"""^(load_)?(skill|name)['" ]*[:=(]\W*|^(\./)?(skills/)?|(/skill)?\.md$""")
+WRAP = re.compile(r"""^(\w*(skill|name|input)['" ]*[:=(][^\w.]*)*(\./)?(skills/)?|(/skill)?\.md$""")
 
 
 def clean(text: str) -> str:
@@ -826,9 +826,9 @@ def clean_input(value: str) -> str:
 
 def system_prompt(agent: Agent) -> str:
     """prompts/system.md filled with what holds here; a paragraph without a value is left out."""
-    settings, shell = agent.settings, agent.shell
+    settings, shell, name = agent.settings, agent.shell, getattr(agent.model, "name", "own")
     return fill(
-        (PROMPTS / "system.md").read_text("utf-8"), model=agent.model.name, form=agent.form,
+        (PROMPTS / "system.md").read_text("utf-8"), model=name, form=agent.form,
         tools="\n".join(f"- {name}: {text}" for name, (text, _) in agent.tools.items()),
         shell=shell.name, folder=str(shell.folder), timeout=f"{settings.timeout:g}",
         limit=f"{settings.observation_limit:,}", fence="bubblewrap" if shell.prefix else "",
@@ -881,7 +881,7 @@ class Output:
 def skill_key(text: str) -> str:
     """What a name and the requests for it have in common: `Code_Review.md` -> code-review."""
     text = unicodedata.normalize("NFKC", clean(text)).casefold().strip("\"'`“”‘’<>[](){}*$/。 \n")
-    return re.sub(r"[\s_‐‑]+", "-", WRAPPING.sub("", text))
+    return re.sub(r"[\s_‐‑]+", "-", WRAP.sub("", text))
 
 
 def read_skill(path: Path, faults: list[str]) -> Skill:

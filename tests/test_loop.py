@@ -570,3 +570,20 @@ def test_a14_lone_surrogates_are_replaced_wherever_they_come_from(tmp_path: Path
     assert asked.ask(f"what is {bad}?").status == "final"
     assert asked.ask("next").status == "final"
     check_requests(model)
+
+
+def test_c11_a_fault_in_a_model_of_your_own_is_a_line(tmp_path: Path) -> None:
+    def broken(messages: list[dict[str, str]], on_text: object) -> agent.Reply:
+        raise ConnectionError("boom")
+
+    one = agent.Agent(agent.Settings(sandbox="off"), broken, tmp_path)  # type: ignore[arg-type]
+    result = one.ask("hello")
+    assert (result.status, result.remark) == ("error", "boom")
+
+
+def test_a03_the_key_of_the_settings_is_redacted_everywhere(tmp_path: Path) -> None:
+    key = "sk-canary-0123456789abcdef"
+    model = agent.ScriptedModel([f"Action: run_command\nAction Input: echo {key}", DONE])
+    one = agent.Agent(agent.Settings(api_key=key, sandbox="off"), model, tmp_path)
+    assert one.ask("hello").status == "final"
+    assert key not in str(one.messages) and "[key]" in str(one.messages)

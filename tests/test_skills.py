@@ -400,3 +400,27 @@ def test_shipped_skills_load_without_problems() -> None:
         assert len(text) < 6_000
         assert 40 <= len(text.splitlines()) <= 80
         assert max(map(len, text.splitlines())) <= 1_200
+
+
+def test_names_of_readmes_in_other_languages_are_no_skills(tmp_path: Path) -> None:
+    for name in ("README_CN.md", "readme-zh.md", "LICENSE.md", "CHANGELOG.zh_CN.md"):
+        (tmp_path / "skills").mkdir(exist_ok=True)
+        (tmp_path / "skills" / name).write_text("# no skill")
+    assert agent.Skills(tmp_path / "skills", tmp_path).problems == []
+
+
+def test_a_path_in_a_wrapper_is_refused_and_json_is_read(tmp_path: Path) -> None:
+    skill(tmp_path, "code-review")
+    skills = agent.Skills(tmp_path / "skills", tmp_path)
+    for request in ('{"skill": "../code-review"}', "skill: ../code-review"):
+        assert skills.load(request).startswith("[error:")
+    assert "REVIEW-BODY" in skills.load('{"input": "code-review"}')
+
+
+def test_the_catalogue_of_many_skills_stays_small(tmp_path: Path) -> None:
+    for number in range(100):
+        text = f"---\nname: s-{number:03}\ndescription: {'word ' * 100}\n---\nbody\n"
+        skill(tmp_path, f"s-{number:03}", text)
+    skills = agent.Skills(tmp_path / "skills", tmp_path)
+    assert len(skills.names()) == 100 and "s-099" in skills.catalogue()
+    assert len(skills.catalogue()) < 10_000
