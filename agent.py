@@ -301,10 +301,12 @@ def parse_reply(text: str) -> Parsed:
 
 def read_action(reply: str, after: list[Label], sections: list[str], thought: str) -> Parsed:
     """An Action label: `sections` begin with its text, `after` with the label that follows."""
-    given = after[0][0] == "input"  # else the input may stand behind the tool's name
-    hit = None if given else CALL.match(sections[0])
-    called, value = hit.group(1, hit.lastindex or 1) if hit else (sections[0], sections[1] * given)
-    stop = after[given][1]
+    if after[0][0] == "input":
+        called, value, stop = sections[0], sections[1], after[1][1]
+    else:  # the input may stand behind the tool's name
+        call = CALL.match(sections[0])
+        called, value = call.group(1, call.lastindex or 1) if call else (sections[0], "")
+        stop = after[0][1]
     tool = called.split()[0].strip("`\"'*[]()<>【】") if called else ""
     if not tool or not value or "|" in called.split("\n")[0]:
         return Invalid("no input", reply)
@@ -360,7 +362,7 @@ class Skills:
         return "\n".join(f"- {skill.name}: {skill.description[:room]}" for skill in self.listed)
 
     def load(self, request: str) -> str:
-        """A skill's text, folder and files, or `[error: …]` with the valid names."""
+        """A skill's text, then our words (so it can't fake an end mark), or `[error: …]`."""
         skills, _ = self.scan()  # again: files may have been added, edited or deleted
         table = {skill_key(s.place): s for s in skills} | {skill_key(s.name): s for s in skills}
         key = skill_key(request[:500])
@@ -372,10 +374,8 @@ class Skills:
         shown = clean(os.path.relpath(folder, self.folder))
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if os.path.isfile(p))
         files = [clean(n) for n in names if folder != self.home and not re.search(r"(^|/)[._]", n)]
-        answer = (  # our words come last: there is no end mark that a body could fake
-            f"Skill: {skill.name}\n\n{skill.body}\n\nSkill directory: {shown}\n"
-            f"[relative paths are relative to it; quote them; {len(files)} files: {files[:40]}]"
-        )
+        note = f"[relative paths are relative to it; quote them; {len(files)} files: {files[:40]}]"
+        answer = f"Skill: {skill.name}\n\n{skill.body}\n\nSkill directory: {shown}\n{note}"
         if self.loaded.get(skill.name) == answer:
             return f"[already loaded: {skill.name}, unchanged; its text stands above]"
         self.loaded[skill.name] = answer
@@ -439,6 +439,7 @@ class Agent:
         self.reset()
 
     def reset(self) -> None:
+        """Starts a conversation afresh: only the system message stays."""
         self.form = (PROMPTS / "protocol-text.md").read_text("utf-8").strip()
         self.messages: list[Message] = []
         self.turn, self.ending = Turn(), ""  # how the last turn ended
@@ -620,80 +621,80 @@ class Trace:
 # ──── Part II · 8 Guard and sandbox: a seat belt and a fence ─────────────────────────────────
 # What stands in quotes is made inert: each special character becomes a private twin, so that the
 # plain patterns of prompts/guard.yaml see only what would act.
-_TWINS = {ord(char): 0xE000 + ord(char) for char in " \t\n;&|<>()#'\"\\`$*?~"}
-_UNTWIN = {twin: char for char, twin in _TWINS.items()} | {0xE000: "''"}  # E000: an empty word
+TWINS = {ord(char): 0xE000 + ord(char) for char in " \t\n;&|<>()#'\"\\`$*?~"}
+UNTWIN = {twin: char for char, twin in TWINS.items()} | {0xE000: "''"}  # E000: an empty word
 # Why a command isn't run, and what to do instead; `rule` is the family of the rule.
 Refusal = NamedTuple("Refusal", [("rule", str), ("reason", str), ("safer", str)])
 
 
 def guard(command: str, folder: Path | str) -> Refusal | None:
-    """Refuse a command that would do harm; None lets it pass. Runs nothing, never raises."""
+    """Refuses a command that would do harm; None lets it pass. Runs nothing, never raises."""
     try:
-        return _judge(command, os.path.abspath(folder))
+        return judge(command, os.path.abspath(folder))
     except Exception:  # what can't be read isn't run
         return Refusal("unreadable", "this is too long or too tangled to check", "write it simpler")
 
 
 @functools.cache
-def _pattern(text: str) -> re.Pattern[str]:
+def compiled(text: str) -> re.Pattern[str]:
     """A pattern of guard.yaml, each <name> in it replaced by the pattern of that name."""
     names = read_table("guard.yaml")["names"]
-    return re.compile(re.sub(r"<(\w+)>", lambda name: _pattern(names[name[1]]).pattern, text))
+    return re.compile(re.sub(r"<(\w+)>", lambda name: compiled(names[name[1]]).pattern, text))
 
 
-def _judge(command: str, folder: str) -> Refusal | None:
-    """Hold a command, and every script found inside it, against the rules."""
+def judge(command: str, folder: str) -> Refusal | None:
+    """Holds a command, and every script found inside it, against the rules."""
     rules = read_table("guard.yaml")["rules"]
     scripts = [command]
     for script in scripts:  # grows while it is read
-        text = _pattern("<heredoc>").sub(r"\1 \4\n\5", script)
+        text = compiled("<heredoc>").sub(r"\1 \4\n\5", script)
         if len(text) > 16_000 or len(scripts) > 200:  # beyond a quick look
             raise ValueError("too long, or too many scripts inside scripts")
-        for (program, words, places), row in itertools.product(_commands(text, folder), rules):
-            if not _pattern(row["program"]).fullmatch(program):
+        for (program, words, places), row in itertools.product(commands_in(text, folder), rules):
+            if not compiled(row["program"]).fullmatch(program):
                 continue
             if "inside" in row:
-                readable = words.replace(" ", "\0").translate(_UNTWIN)
-                found = _pattern(row["inside"]).finditer(readable)
+                readable = words.replace(" ", "\0").translate(UNTWIN)
+                found = compiled(row["inside"]).finditer(readable)
                 scripts += [match.expand(row["script"]) for match in found]
                 continue
             searched = (("arguments", words), ("path", places))
-            fits = all(_pattern(row.get(key, "")).search(text) for key, text in searched)
-            if fits and not _pattern(row.get("unless", "(?!)")).search(words):
+            fits = all(compiled(row.get(key, "")).search(text) for key, text in searched)
+            if fits and not compiled(row.get("unless", "(?!)")).search(words):
                 return Refusal(row["rule"], row["reason"], row["safer"])
     return None
 
 
-def _inert(match: re.Match[str]) -> str:
+def inert(match: re.Match[str]) -> str:
     """A comment as nothing; quoted text, a substitution or a heredoc as one word without effect."""
     whole = match[0]
     if whole[0] == '"':  # variables and substitutions stay active
-        return _pattern("<active>").sub(_inert, whole[1:-1]).translate(_TWINS | {ord("$"): "$"})
+        return compiled("<active>").sub(inert, whole[1:-1]).translate(TWINS | {ord("$"): "$"})
     if whole[0] in "$<>`":
-        return "\ue001" + whole.translate(_TWINS)
-    return "" if whole[0] == "#" else whole.strip("\\'").translate(_TWINS)
+        return "\ue001" + whole.translate(TWINS)
+    return "" if whole[0] == "#" else whole.strip("\\'").translate(TWINS)
 
 
-def _commands(text: str, folder: str) -> Iterator[tuple[str, str, str]]:
+def commands_in(text: str, folder: str) -> Iterator[tuple[str, str, str]]:
     """(program, arguments, places of the operands): the script as one, its commands, redirects."""
     for pattern, replacement in read_table("guard.yaml")["reading"]:
-        text = _pattern(pattern).sub(replacement or _inert, text)
+        text = compiled(pattern).sub(replacement or inert, text)
     yield "script", text, ""
     here = "."
-    for part in _pattern("<separator>").split(_pattern("<redirect>").sub(r"\3\n\1 \2\n", text)):
-        program, *words = _pattern("<prefix>").sub("", part).split() or [""]
+    for part in compiled("<separator>").split(compiled("<redirect>").sub(r"\3\n\1 \2\n", text)):
+        program, *words = compiled("<prefix>").sub("", part).split() or [""]
         if program in ("cd", "pushd"):
-            here = _place(words[0] if words else "~", here, folder)
-        operands = [_place(word, here, folder) for word in words if word[0] != "-"]
+            here = place_of(words[0] if words else "~", here, folder)
+        operands = [place_of(word, here, folder) for word in words if word[0] != "-"]
         yield program, " ".join(words), " ".join(operands)
 
 
-def _place(word: str, here: str, folder: str) -> str:
+def place_of(word: str, here: str, folder: str) -> str:
     """Where a word points, as the rules write it: `~/x`, `./x`, `..` (above), `/etc/x`."""
     home = os.path.expanduser("~")
-    word = os.path.join(here, _pattern("<label>").sub("", word))
+    word = os.path.join(here, compiled("<label>").sub("", word))
     word = os.path.join(folder, re.sub(r"^(?:.*/)?~(?=/|$)", lambda _: home, word))
-    path = _pattern("<everything>").sub("", "/" + os.path.normpath(word).lstrip("/")) or "/"
+    path = compiled("<everything>").sub("", "/" + os.path.normpath(word).lstrip("/")) or "/"
     path = re.sub(f"^{re.escape(folder)}(?=/|$)", ".", path)
     path = re.sub(f"^{re.escape(home)}(?=/|$)", "~", path)
     return ".." if folder.startswith(path + "/") else path
@@ -744,7 +745,7 @@ def bwrap_command(network: bool, folder: Path) -> list[str]:
     return words + (["--tmpfs", str(log)] if log.is_dir() else [])
 
 
-# ──── Part II · 9 Edges: what is wrapped around a reply, an output, a file ───────────────────
+# ──── Part II · 9 Edges: prompts, replies, outputs, skill files as they come in real life ────
 KEEP = 65_536  # characters kept of either end of an output, before escapes go
 FRONTMATTER = re.compile(r"\A(\s*^---[ \t]*\n.*?)^---[ \t]*(?:\n|\Z)(.*)", re.S | re.M)
 FIELD = re.compile(r"(?m)^([\w-]+)[ \t]*[:：](?:\s*[>|]-?\n)?(.*(?:\n(?![\w-]+[ \t]*[:：]).*)*)")
