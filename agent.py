@@ -11,7 +11,7 @@ One loop, one protocol, one tool; everything else is a skill.
     uv run agent.py                 a conversation (/help lists its commands)
 
 Part I, what it is: 1 Settings · 2 Model · 3 Shell · 4 Protocol · 5 Skills · 6 Loop · 7 Trace
-Part II, what keeps it alive: 8 Guard and sandbox · 9 Edges · 10 Command line
+Part II, the rest: 8 Guard and sandbox · 9 Memory · 10 Variants · 11 Edges · 12 Command line
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from __future__ import annotations
 import argparse
 import codecs
 import contextlib
-import difflib
+import datetime
 import functools
+import hashlib
 import itertools
 import json
 import os
 import re
 import select
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn, TextIO
+from typing import IO, Any, NamedTuple, TextIO
 from urllib.parse import urlsplit
 
 import dotenv
@@ -54,7 +55,6 @@ class ConfigError(Exception):
 @dataclass(frozen=True)
 class Settings:
     """All that can be set. `configure` fills it: flag > environment > .env > default."""
-
     model: str = ""  # the name that its server knows it by
     base_url: str = ""  # of an OpenAI-compatible server; "" = offline, a script plays the model
     api_key: str = field(default="", repr=False)
@@ -65,6 +65,9 @@ class Settings:
     read_timeout: float = 120.0  # seconds between two pieces of a reply (10 to connect)
     stop: tuple[str, ...] = ("\nObservation:", "\n观察")  # where models begin to invent results
     skills_dir: Path = ROOT / "skills"
+    context_window: int = 32_768  # tokens; 0 = unknown: no automatic compaction
+    protocol: str = "text"  # text | xml | json
+    ablations: tuple[str, ...] = ()  # what is taken away: tools, history, …
     sandbox: str = "auto"  # auto | bwrap | off
     network: bool = False  # may a sandboxed command use it
     trace: str = "full"  # full | new | off
@@ -78,113 +81,96 @@ class Settings:
 
 # ──── Part I · 2 Model: messages in, a reply out; only this section knows of the network ─────
 Message = dict[str, str]  # role (system, user or assistant) and content
+CUT = {"", "length", "content_filter", "insufficient_system_resource"}  # such a reply never runs
 
 
 class Reply(NamedTuple):
-    """What the model said, or what one piece of a stream adds to it."""
-
+    """What the model said, perhaps only the beginning of it."""
     text: str
     reasoning: str = ""
     finish: str = "stop"  # "" = the stream ended without a reason
-    usage: dict[str, int] | None = None  # prompt_tokens, completion_tokens … if the server tells
-
-    @property
-    def cut(self) -> bool:
-        """The reply ends too early: nothing in it may run."""
-        return self.finish in ("", "length", "content_filter", "insufficient_system_resource")
+    usage: dict[str, Any] | None = None  # prompt_tokens, completion_tokens … if the server tells
 
 
 class ModelError(Exception):
     """No usable reply: one line that says what to do."""
 
 
+class Overflow(ModelError):
+    """The conversation has outgrown the model's context window."""
+
+
 class OpenAIModel:
     """Any server that speaks OpenAI's chat protocol. Every failure is a ModelError."""
-
     def __init__(self, settings: Settings) -> None:
         self.settings, self.name = settings, settings.model
         self.client: Any = None
+        stop = {"stop": settings.stop} if settings.stop and "stop" not in settings.ablations else {}
         # 0: the same question gets the same reply, as far as the server can.
-        options: dict[str, Any] = {"temperature": 0.0, "stream_options": {"include_usage": True}}
-        self.options = options | ({"stop": list(settings.stop)} if settings.stop else {})
+        self.options = {"temperature": 0.0, "stream_options": {"include_usage": True}, **stop}
 
     def __call__(self, messages: list[Message], on_text: Callable[[str, bool], None]) -> Reply:
         """Asks once; `on_text` sees each piece as it comes, and whether it is reasoning."""
-        redact, reply, safe, shown = self.settings.redact, Reply("", finish=""), "", 0
+        redact, safe, shown = self.settings.redact, "", 0
         # Closed on Ctrl-C too, so that the server stops writing.
-        with contextlib.closing(self.stream(messages)) as pieces:
-            for piece in pieces:
-                reply = Reply(reply.text + piece.text, reply.reasoning + piece.reasoning,
-                              piece.finish or reply.finish, piece.usage or reply.usage)
+        with contextlib.closing(self.stream(messages)) as replies:
+            for reply in replies:
                 safe = redact(reply.reasoning + reply.text)
                 # What could be the beginning of a key waits until it is clear that it isn't.
                 end = max(shown, len(safe) - max(map(len, self.settings.secrets), default=0))
                 on_text(safe[shown:end], shown < len(reply.reasoning))
                 shown = end
         on_text(safe[shown:], False)
-        if reply == Reply("", finish=""):
-            raise self.explain(ValueError("the server's stream held no reply"))
         return reply._replace(text=redact(reply.text), reasoning=redact(reply.reasoning))
 
     def stream(self, messages: list[Message]) -> Generator[Reply, None, None]:
-        """The pieces of a reply until it ends or the connection breaks; of a plain reply, one."""
+        """The reply as it grows, until it ends or the connection breaks."""
+        import openai  # here, because it takes a second, and offline none of it is used
+        # Seconds that a server may ask us to wait; what is longer is reported.
+        vars(openai._base_client)["MAX_RETRY_AFTER_DELAY"] = 60
+        settings, start, plain = self.settings, Reply("", finish=""), None
+        timeout = openai.Timeout(settings.read_timeout, connect=10)
+        key, url = settings.api_key or "local", settings.base_url
         try:
-            import openai  # here, because it takes a second and the offline mode needs none of it
-            response = self.request(openai, messages)
-            with contextlib.closing(response.http_response) as body:
+            self.client = self.client or openai.OpenAI(api_key=key, base_url=url, timeout=timeout)
+            chunks = self.client.post(
+                "/chat/completions", cast_to=object, stream=True, stream_cls=openai.Stream[object],
+                body={"model": self.name, "messages": messages, "stream": True, **self.options})
+            with chunks, contextlib.suppress(openai.APIConnectionError):
                 # By its type, since the SDK takes a page of HTML for a stream of nothing.
-                if "event-stream" not in response.headers.get("content-type", "").lower():
-                    yield read_plain(body.read().decode("utf-8-sig", "replace"))
-                    return
-                with contextlib.suppress(openai.APIConnectionError):
-                    yield from map(read_chunk, response.parse(to=openai.Stream[object]))
+                if "event-stream" not in chunks.response.headers.get("content-type", "").lower():
+                    plain = json.loads(chunks.response.read().decode("utf-8-sig", "replace"))
+                    chunks, start = [plain], Reply("", finish="stop" if plain["choices"] else "")
+                for reply in itertools.accumulate(filter(None, chunks), grow, initial=start):
+                    yield reply
+            if not (reply.text or reply.reasoning or reply.finish):
+                raise ValueError("the server's stream held no reply")
         except Exception as error:  # the SDK lets more through than its own errors
-            raise self.explain(error) from None
+            refused = self.options.keys() & re.findall(r"\w+", str(getattr(error, "body", "")))
+            if not refused or not isinstance(error, openai.BadRequestError):
+                raise self.explain(error, plain) from None
+            del self.options[refused.pop()]  # from now on
+            yield from self.stream(messages)
 
-    def request(self, openai: Any, messages: list[Message]) -> Any:
-        """Sends it; an option that the server refuses by name is left out from then on."""
-        if not self.client:
-            openai._base_client.MAX_RETRY_AFTER_DELAY = 60  # seconds; longer waits are reported
-            timeout = openai.Timeout(self.settings.read_timeout, connect=10)
-            key, url = self.settings.api_key.strip("\"' \t\r\n") or "local", self.settings.base_url
-            self.client = openai.OpenAI(api_key=key, base_url=url, timeout=timeout, max_retries=2)
-        create = self.client.chat.completions.with_raw_response.create
-        while True:
-            try:
-                # As `messages` the SDK would walk through the whole history at each call: 124 ms
-                # for 400 messages, against 3.6 ms in extra_body.
-                body = {"messages": messages, **self.options}
-                return create(model=self.name, messages=[], stream=True, extra_body=body)
-            except openai.BadRequestError as error:
-                named = [n for n in self.options if re.search(rf"\b{n}\b", str(error.body))]
-                if not named:
-                    raise
-                del self.options[named[0]]
-
-    def explain(self, err: Exception) -> ModelError:
+    def explain(self, err: Exception, plain: Any) -> ModelError:
         """What to do about an error, and at most 500 characters of what the server said."""
-        said = str(getattr(err, "body", "") or getattr(err, "doc", "") or err.__cause__ or err)
-        status = getattr(err, "status_code", 408 if "Timeout" in type(err).__name__ else 0)
-        hints: dict[int, str] = read_table("help.yaml")["hints"]
-        hint = hints.get(402 if "insufficient_quota" in said else min(status, 500), hints[400])
-        words = " ".join(self.settings.redact(f"{status or ''} {said}").split())
-        return ModelError(f"{hint} ({words[:500]})")
+        said = getattr(err, "body", "") or getattr(err, "doc", "") or plain or err.__cause__ or err
+        line = self.settings.redact(f"{getattr(err, 'status_code', '')} {said}")
+        line, hints = " ".join(line.split()), read_table("help.yaml")["hints"]
+        kind = next(kind for kind, (sign, _) in hints.items() if re.search(sign, line))
+        return (Overflow if kind == 413 else ModelError)(f"{hints[kind][1]} ({line[:500]})")
 
 
 class ScriptedModel:
     """Plays a list of replies, offline and in tests. `seen`: the messages of each call."""
-
     name = "scripted model"
 
     def __init__(self, replies: list[str]) -> None:
-        self.seen: list[list[Message]] = []
-        self.replies = replies
+        self.replies, self.seen = replies, list[list[Message]]()
 
     def __call__(self, messages: list[Message], on_text: Callable[[str, bool], None]) -> Reply:
         """The next reply; {output} in it is the last observation without our notes."""
         self.seen.append([dict(message) for message in messages])
-        if len(self.seen) > len(self.replies):
-            raise ModelError("the script is over")
         output = re.sub(r"(?m)\AObservation: (\$ .*\n)?|^\[.*\]$\n?", "", messages[-1]["content"])
         reply = self.replies[len(self.seen) - 1].replace("{output}", output.strip())
         on_text(reply, False)
@@ -192,46 +178,27 @@ class ScriptedModel:
 
 
 # ──── Part I · 3 Shell: a command goes in, the text that the model will read comes out ───────
-# Of your environment only these reach a command: no key does.
-PASSED_ON = r"PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX"
-# Nobody is at the keyboard: pagers print, editors accept, prompts fail; Python doesn't buffer.
-FIXED = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "EDITOR": "true", "GIT_EDITOR": "true",
-         "GIT_TERMINAL_PROMPT": "0", "DEBIAN_FRONTEND": "noninteractive", "PYTHONUNBUFFERED": "1"}
-
-
 class Shell:
     """Runs each command in a new shell. `prefix` fences it in (empty: no sandbox), `notice` is
     for the screen. ConfigError: a sandbox was demanded that can't be had."""
-
-    refusal: Refusal | None = None  # of the last command; its text alone could be an output
-
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.settings, self.folder = settings, Path(folder).resolve()
-        self.name = "bash" if shutil.which("bash") else "sh"
+        self.name = "sh" if subprocess.getstatusoutput("command -v bash")[0] else "bash"
         self.prefix, self.notice = sandbox_prefix(settings, self.folder)
 
     def run(self, command: str) -> str:
         """The observation; a failure is a text too. Ctrl-C kills what runs and raises on."""
-        if os.name == "nt":
-            return "[error: commands need a POSIX shell; on Windows, start this program in WSL]"
-        self.refusal = guard(command, self.folder)
-        if self.refusal:
-            return f"[refused: {self.refusal.reason}. Safer: {self.refusal.safer}]"
-        try:
-            return self.execute(command)
-        except (OSError, ValueError) as error:  # no folder, no shell, a NUL, over 128 KiB, …
-            return f"[error: the command could not be started: {error}]"
-
-    def execute(self, command: str) -> str:
-        """Starts it and waits; on timeout and Ctrl-C the whole process group is killed."""
+        if refusal := guard(command, self.folder):
+            return f"[refused: {refusal.reason}. Safer: {refusal.safer}]"
         output, stopped = Output(), None
-        passed = {name: v for name, v in os.environ.items() if re.fullmatch(PASSED_ON, name)}
-        process = subprocess.Popen(
-            [*self.prefix, self.name, "-c", command], cwd=self.folder, env=passed | FIXED,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0,
-            start_new_session=True)  # no terminal to read keys from, and one group to kill
-        # A thread, so that the shell's end is seen while a background child holds the pipe. It
-        # reads on after that: a server started with `&` would die of a closed pipe.
+        passed_on, fixed = read_table("sandbox.yaml")["environment"]
+        env = {name: v for name, v in os.environ.items() if re.fullmatch(passed_on, name)} | fixed
+        try:
+            process = subprocess.Popen(  # its own session: no keys to read, one group to kill
+                [*self.prefix, self.name, "-c", command], cwd=self.folder, stdin=subprocess.DEVNULL,
+                env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        except (OSError, ValueError) as error:  # no folder, no shell, a NUL, over 128 KiB, …
+            return f"[error: the command could not be started (on Windows it needs WSL): {error}]"
         reader = threading.Thread(target=output.drain, args=(process.stdout,), daemon=True)
         try:
             reader.start()
@@ -249,7 +216,6 @@ class Shell:
 
 
 # ──── Part I · 4 Protocol: from the text of a reply to one directive ─────────────────────────
-Label = tuple[str, int, int]  # kind, start, end in the text
 # What a reply can be. `text` is the reply up to the end of its directive, `ignored` says that
 # something came after it; `reason` is a key of prompts/nudges.yaml, and then `text` is all of it.
 Final = NamedTuple("Final", [("answer", str), ("thought", str), ("text", str)])
@@ -258,252 +224,216 @@ Action = NamedTuple("Action", [("tool", str), ("input", str), ("thought", str), 
                                ("ignored", bool)])
 Parsed = Action | Final | Invalid
 
-# A label is one of these words at the start of a line, perhaps bold or a heading, and a colon.
-# Blanks are bounded: where two neighbours match the same, a regex would take quadratic time.
-FINAL = "final[ _]?answer|最终答案|最终回答"
-TOKEN = re.compile(rf"""
-    ^[^\S\n]{{0,99}}(?:\#{{1,6}}[^\S\n]{{0,9}})?(?:\*\*)?(?:(?P<thought>thought|思考|想法)
-        |(?P<input>action[ _]?\d{{0,3}}[ _]?input|(?:行动|动作|工具)(?:输入|参数))
-        |(?P<action>action|行动|动作|工具)|(?P<final>{FINAL})|(?P<seen>observation|观察(?:结果)?))
-        [^\S\n]{{0,9}}\d{{0,3}}(?:\*\*)?[^\S\n]{{0,9}}[:：](?:\*\*)?
-    |^[^\S\n]{{0,99}}(?P<stopped>Observ[ation]{{0,5}})[^\S\n]{{0,99}}$  # what a stop string leaves
-    |(?:^|(?<=[:：*]))[^\S\n]{{0,99}}(?P<fence>`{{3,}}|~{{3,}})[^`\n]*$
-    |(?<!<)<<-?[^\S\n]?['\"\\]?(?P<heredoc>[A-Za-z_][\w-]*)
-    """, re.MULTILINE | re.IGNORECASE | re.VERBOSE)
-NO_TOOL = re.compile(r"[`\"'*]*(?:(?:none|n/a|null)\b|无|没有|不需要)", re.IGNORECASE)
-FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
-CALL = re.compile(r"""(?is)([\w.-]+)(?:[(（\[](?:\w+\s*=\s*(?=["']))?(.*)[)）\]]|[ ]\((\{.*\})\)
-    |\s+(?:Action\ )?Input[:：](.*)|\s*\n(```.*))\Z""", re.VERBOSE)  # tool(name="x"), Input: x, …
+# What is looked for in a reply: `token` finds the labels, and the quotations that may hide some.
+SEEK = {name: re.compile(pattern, re.MULTILINE | re.IGNORECASE | re.VERBOSE) for name, pattern
+        in yaml.safe_load((PROMPTS / "replies.yaml").read_text("utf-8")).items()}
 
 
 def parse_reply(text: str) -> Parsed:
     """The first directive decides; nothing after it can change its kind. Pure, raises nothing."""
     reply = unwrap(text)
     labels = find_labels(reply)
-    sections = [reply[end:after[1]].strip() for (_, _, end), after in itertools.pairwise(labels)]
-    thoughts: list[str] = []
-    for n, (kind, start, end) in enumerate(labels[:-2]):
-        if kind in ("start", "thought"):
-            thoughts.append(sections[n])
-        elif kind == "final":
-            answer = reply[end:].strip()
-            if len(FENCE.findall(answer)) % 2:  # the end of one that began before the answer
-                answer = re.sub(r"\n[ \t]*(?:```|~~~)[ \t]*\Z", "", answer)
-            answer = answer.removesuffix("**" if reply[start:end].count("**") == 1 else "")
-            # Below an empty label only further label lines: that is no text.
-            empty = not sections[n] and all("\n" not in section for section in sections[n:])
-            thought = "\n".join(thoughts).strip()
-            return Invalid("empty answer", reply) if empty else Final(answer, thought, reply)
-        elif kind == "action" and not NO_TOOL.match(sections[n]):
-            return read_action(reply, labels[n + 1 :], sections[n:], "\n".join(thoughts).strip())
-    return Invalid("no label", reply) if reply else Invalid("empty", text)
-
-
-def read_action(reply: str, after: list[Label], sections: list[str], thought: str) -> Parsed:
-    """An Action label: `sections` begin with its text, `after` with the label that follows."""
-    if after[0][0] == "input":
-        called, value, stop = sections[0], sections[1], after[1][1]
-    else:  # the input may stand behind the tool's name
-        call = CALL.match(sections[0])
-        called, value = call.group(1, call.lastindex or 1) if call else (sections[0], "")
-        stop = after[0][1]
-    tool = called.split()[0].strip("`\"'*[]()<>【】") if called else ""
+    first = next((label for label in labels if label.lastgroup in ("action", "final")), None)
+    if not first:
+        return Invalid("no label" if reply else "empty", reply or text)
+    thought = SEEK["thought"].sub("", reply[: first.start()]).strip()
+    after = next(labels)
+    called, value = reply[first.end() : after.start()].strip(), ""
+    if first.lastgroup == "final":
+        *_, end = after, *labels
+        answer = reply[first.end() : end.start()].strip()
+        return Final(answer, thought, reply) if called else Invalid("empty answer", reply)
+    if after.lastgroup == "input":
+        start, after = after.end(), next(labels)
+        value = reply[start : after.start()].strip()
+    elif call := SEEK["call"].match(called):  # the input stands behind the tool's name
+        called, value = call.group(1, call.lastindex or 1)
+    tool = re.split(r"\s", called, maxsplit=1)[0].strip("`\"'*[]()<>【】")
     if not tool or not value or "|" in called.split("\n")[0]:
         return Invalid("no input", reply)
-    if not (value := clean_input(value.strip())):
-        return Invalid("bad input", reply)
-    if re.match(rf"(?:{FINAL}|finish)\b", called, re.IGNORECASE):
-        return Final(value, thought, reply[:stop].rstrip())
-    return Action(tool, value, thought, reply[:stop].rstrip(), bool(reply[stop:].strip()))
+    value, done = clean_input(value.strip()), reply[: after.start()].rstrip()
+    ignored = after.lastgroup != "end"
+    return Action(tool, value, thought, done, ignored) if value else Invalid("bad input", reply)
 
 
-def find_labels(text: str) -> list[Label]:
-    """The labels not quoted in a code fence or a heredoc, between one "start" and two "end"."""
-    labels, position, bodies = [("start", 0, 0)], 0, (0, 0)  # of the heredocs of one line
-    last_lines = {line[1]: line.start() for line in re.finditer(r"(?m)^\t*([\w-]+)$", text)}
-    while token := TOKEN.search(text, position):
-        kind, position, word = str(token.lastgroup), token.end(), token["heredoc"]
-        if bodies[0] < token.start() < bodies[1]:
-            continue
-        if kind == "fence":
-            closing = re.compile(rf"(?m)^[ \t]*{token['fence']}[`~]*[ \t]*$").search(text, position)
-            position = closing.end() if closing else len(text)
-        elif kind != "heredoc":
-            labels.append((kind, token.start(), position))
-        elif labels[-1][0] == "input" and last_lines.get(word, 0) > position:
-            closing = re.compile(rf"(?m)^\t*{word}$").search(text, max(position, bodies[1]))
-            bodies = (text.find("\n", position), closing.end() if closing else bodies[1])
-    return [*labels, ("end", len(text), len(text)), ("end", len(text), len(text))]
+def find_labels(text: str) -> Iterator[re.Match[str]]:
+    """The labels not quoted in a code fence or, within an input, in a heredoc; then an "end"."""
+    kind, position, heredocs = "", 0, False
+    while kind != "end":
+        token: Any = SEEK["token"].search(text, position)
+        kind, position = token.lastgroup, token.end()
+        if kind == "heredoc" and heredocs:
+            closing = re.compile(rf"(?m)^\t*{token[kind]}$").search(text, position)
+            position = closing.end() if closing else position
+            heredocs = bool(closing)  # what never closes has no body, and none follows it
+        elif kind not in ("heredoc", "fence"):
+            heredocs = kind == "input"
+            yield token
 
 
 # ──── Part I · 5 Skills: a line in the prompt, the instructions when they are asked for ──────
-SKIP = re.compile(r"\.|(node_modules|scripts|assets|(readme|license|changelog)([-_.]\w\w)*\.md)$")
-# What read_skill finds in a file; `place` is its folder's name, or a flat file's without .md.
-Skill = NamedTuple("Skill", [("name", str), ("place", str), ("description", str), ("body", str),
-                             ("path", Path)])
+Skill = NamedTuple("Skill", [("name", str), ("description", str), ("body", str), ("path", Path)])
 
 
 class Skills:
-    """The skills in a folder; `problems` are lines for the user. Nothing here raises."""
-
+    """The skills in a folder, for commands in another; `problems` are for the user's eyes."""
     def __init__(self, skills_dir: Path, folder: Path | None = None) -> None:
-        self.home = Path(os.path.realpath(skills_dir))
-        self.folder = os.path.realpath(folder or ".")  # where commands run
+        self.home, self.folder = (Path(os.path.realpath(p)) for p in (skills_dir, folder or "."))
         self.loaded: dict[str, str] = {}  # what the conversation holds already
         # Fixed from here on: if message 0 changed, the server's prefix cache would be lost.
-        self.listed, self.problems = self.scan()
+        self.listed = {skill.name: skill.description for skill in self.scan().values()}
 
     def names(self) -> list[str]:
-        return [skill.name for skill in self.listed]
+        return list(self.listed)
 
     def catalogue(self) -> str:
         """Lines `- name: description`; "" without skills."""
         room = 8_000 // max(1, len(self.listed))  # characters: every request holds all of them
-        return "\n".join(f"- {skill.name}: {skill.description[:room]}" for skill in self.listed)
+        return "\n".join(f"- {name}: {text[:room]}" for name, text in self.listed.items())
 
     def load(self, request: str) -> str:
         """A skill's text, then our words (so it can't fake an end mark), or `[error: …]`."""
-        skills, _ = self.scan()  # again: files may have been added, edited or deleted
-        table = {skill_key(s.place): s for s in skills} | {skill_key(s.name): s for s in skills}
-        key = skill_key(request[:500])
-        if key not in table:  # the table is the only way to a file: a request is never a path
-            nearest = difflib.get_close_matches(key, [s.name for s in skills], len(skills) or 1, 0)
-            return f"[error: no skill is called {key!r}; the nearest first: {', '.join(nearest)}]"
-        skill = table[key]
+        table, key = self.scan(), skill_key(request)  # files may be new, edited or deleted
+        if not (skill := table.get(key)):  # the only way to a file: a request is never a path
+            return f"[error: no skill is called {key!r}; the skills: {', '.join(table)}]"
         folder = skill.path.parent
-        shown = clean(os.path.relpath(folder, self.folder))
         names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if os.path.isfile(p))
-        files = [clean(n) for n in names if folder != self.home and not re.search(r"(^|/)[._]", n)]
-        note = f"[relative paths are relative to it; quote them; {len(files)} files: {files[:40]}]"
-        answer = f"Skill: {skill.name}\n\n{skill.body}\n\nSkill directory: {shown}\n{note}"
-        if self.loaded.get(skill.name) == answer:
-            return f"[already loaded: {skill.name}, unchanged; its text stands above]"
-        self.loaded[skill.name] = answer
-        return answer
+        files = [n for n in names if folder != self.home and not re.search(r"(^|/)[._]", n)]
+        answer = fill(read_table("nudges.yaml")["skill"], **skill._asdict(), count=str(len(files)),
+                      files=str(files[:40]), place=clean(os.path.relpath(folder, self.folder)))
+        before, self.loaded[skill.name] = self.loaded.get(skill.name), answer
+        return f"[already loaded: {skill.name}, see above]" if before == answer else answer
 
-    def scan(self) -> tuple[list[Skill], list[str]]:
-        """Skills and problems. Folders come before flat files; the first one keeps a name."""
-        found: dict[str, Skill] = {}
-        problems: list[str] = []
+    def scan(self) -> dict[str, Skill]:
+        """Keys (of names and paths) and skills, folders before flat files. Sets `problems`."""
+        found, self.problems = dict[str, Skill](), list[str]()
         for entry in sorted(self.home.glob("*"), key=lambda path: (os.path.isfile(path), path)):
             path = entry if os.path.isfile(entry) else entry / "SKILL.md"
-            if path.suffix != ".md" or SKIP.match(entry.name.casefold()):
+            if path.suffix != ".md" or SEEK["no skill"].match(entry.name):
                 continue
             faults = [f" {deep} is a level too deep" for deep in sorted(entry.glob("*/SKILL.md"))]
-            try:
-                skill = read_skill(path, faults)
-                if (first := found.setdefault(skill_key(skill.name), skill)) is not skill:
-                    faults.append(f" name taken by {first.path}")
-            except (OSError, ValueError) as error:
-                faults.append(f"{error} (a skill is skills/<name>/SKILL.md, saved as UTF-8)")
-            problems += [clean(f"{path.relative_to(self.home.parent)}:{f}") for f in faults]
-        return list(found.values()), problems
+            skill = read_skill(path, entry.name.removesuffix(".md"), faults)
+            if skill.description and found.setdefault(skill_key(skill.name), skill) != skill:
+                faults.append(f" name taken by {found[skill_key(skill.name)].path}")
+            self.problems += [clean(f"{path.relative_to(self.home.parent)}:{f}") for f in faults]
+        return {skill_key(str(s.path.relative_to(self.home))): s for s in found.values()} | found
 
 
 # ──── Part I · 6 Loop: think → parse → act, until there is an answer ─────────────────────────
+# The kinds of message, and the roles that a server knows: it has none for what a tool returns.
+ROLES = {"question": "user", "observation": "user", "nudge": "user", "action": "assistant",
+         "final": "assistant", "invalid": "assistant", "ending": "assistant"}
+HIDES = {"tools": ("run_command", "load_skill"), "skills": ("load_skill",)}  # ablations
+
+
 class Result(NamedTuple):
     """How a turn ended: final, max_steps, repeated, refused, invalid, cut, interrupted, error."""
-
     status: str
     answer: str = ""
     steps: int = 0
     remark: str = ""
 
 
-@dataclass
-class Turn:
-    """What the limits of one question are counted on."""
-
-    step: int = 0
-    action: tuple[str, str] = ("", "")  # the one before: tool and input
-    repeats: int = 0  # of it, in a row
-    refusals: int = 0  # in a row
-    faults: list[str] = field(default_factory=list)  # of the invalid replies in a row
-
-
 class Agent:
     """A conversation with a model that can act: `ask` runs a turn, `messages` is all it knows.
 
-    `listeners` are called with each event and its data: the trace is one, it draws them.
     A new tool is one entry of `tools`: its name, a line for the prompt, and a function from the
-    Action Input to the text of the observation."""
-
+    Action Input to the text of the observation. `listeners` are told each event with its data; the
+    memory is the last of them, so what it knows is on disk and on the screen already."""
     def __init__(self, settings: Settings, model: OpenAIModel | ScriptedModel,
                  folder: Path | None = None, listeners: Iterable[Listener] = ()) -> None:
-        self.settings, self.model, self.listeners = settings, model, list(listeners)
+        self.settings, self.model = settings, model
+        self.listeners: list[Listener] = [*listeners, functools.partial(remember, self)]
         self.texts: dict[str, str] = read_table("nudges.yaml")
         self.shell = Shell(settings, folder or Path.cwd())
         self.skills = Skills(settings.skills_dir, self.shell.folder)
         self.tools = {"run_command": (self.texts["run_command"], self.shell.run),
                       "load_skill": (self.texts["load_skill"], self.skills.load)}
+        for name in [name for hidden in settings.ablations for name in HIDES.get(hidden, ())]:
+            self.tools.pop(name, None)
         self.reset()
 
     def reset(self) -> None:
         """Starts a conversation afresh: only the system message stays."""
-        self.form = (PROMPTS / "protocol-text.md").read_text("utf-8").strip()
-        self.messages: list[Message] = []
-        self.turn, self.ending = Turn(), ""  # how the last turn ended
-        self.skills.loaded.clear()
-        self.add("system", system_prompt(self))
+        self.every: list[Message] = []  # with what a compaction took away
+        self.ending, self.compacted = "interrupted", "never"
+        self.begin()
+        self.skills.loaded = {}
+        system = self.settings.redact(system_prompt(self))
+        self.messages = [{"kind": "system", "role": "system", "content": system}]
 
     def ask(self, question: str) -> Result:
         """Runs one turn. Raises nothing: errors and Ctrl-C are statuses of the result."""
-        self.turn = Turn()
+        self.begin()
         try:
+            if not self.every:
+                self.emit("header", system=self.messages[0]["content"], **vars(self.settings))
             if self.messages[-1]["role"] == "user":  # the roles have to alternate
-                self.add("assistant", f"[turn ended: {self.ending}]")
-            self.add("user", question)
+                self.add("ending", f"[turn ended: {self.ending}]")
+            self.add("question", question)
             result = self.run_turn()
-        except Exception as error:  # a ModelError, or a fault in a model of your own
-            result = Result("error", remark=str(error) or type(error).__name__)
-        except KeyboardInterrupt:
-            result = Result("interrupted", remark="stopped by Ctrl-C")
-        result, self.ending = result._replace(steps=self.turn.step), result.status
+        except (Exception, KeyboardInterrupt) as error:  # Ctrl-C, a ModelError, a fault of a tool
+            status = "error" if isinstance(error, Exception) else "interrupted"
+            result = Result(status, remark=str(error) or type(error).__name__)
+        result = result._replace(steps=self.step)
         self.emit("result", **result._asdict())
         return result
+
+    def begin(self) -> None:
+        """A new turn: its step, what came in a row and how often, who asked for a summary."""
+        self.step, self.streak, self.summaries = 0, dict[str, int](), list[int]()
+        self.skills.loaded = {} if "history" in self.settings.ablations else self.skills.loaded
 
     def run_turn(self) -> Result:
         """The loop itself."""
         for step in range(1, self.settings.max_steps + 1):
-            self.turn.step = step
+            self.step = step
+            compact(self, "full")
             parsed = self.parse(self.think())
             if isinstance(parsed, Final):
-                hurried = step == self.settings.max_steps > 1  # see `add`
+                hurried = self.step == self.settings.max_steps > 1  # see `add`
                 return Result("max_steps" if hurried else "final", parsed.answer)
             ended = self.act(parsed) if isinstance(parsed, Action) else self.nudge(parsed)
             if ended:
                 return ended
         return Result("max_steps", remark=f"no answer within {self.settings.max_steps} steps")
 
-    def think(self) -> Reply:
+    def think(self, again: bool = False) -> Reply:
         """One model call with all the messages; the reply streams to the listeners."""
-        self.emit("request", step=self.turn.step, sent=self.messages)
-        reply = self.model(self.messages, lambda text, dim: self.emit("text", text=text, dim=dim))
-        self.emit("reply", step=self.turn.step, **reply._asdict())
+        sent = view(self.messages, self.settings.ablations)
+        self.emit("request", step=self.step, sent=sent)
+        try:
+            reply = self.model(sent, lambda text, dim: self.emit("text", text=text, dim=dim))
+        except Overflow:
+            if again or not compact(self, "overflow"):
+                raise
+            return self.think(again=True)
+        self.emit("reply", step=self.step, **reply._asdict())
         return reply
 
     def parse(self, reply: Reply) -> Parsed:
         """What the reply says. What it invented after that stays out of the messages."""
-        parsed = parse_reply(reply.text)
-        parsed = Invalid("cut", parsed.text) if reply.cut else parsed
-        self.add("assistant", parsed.text.strip() or "(empty reply)")
-        self.emit("parsed", step=self.turn.step, kind=type(parsed).__name__, **parsed._asdict())
+        parsed = parse_form(self.settings.protocol, reply.text)
+        parsed = Invalid("cut", parsed.text) if reply.finish in CUT else parsed
+        kind = type(parsed).__name__.lower()
+        self.emit("parsed", step=self.step, kind=kind, **parsed._asdict())
+        self.add(kind, parsed.text.strip() or "(empty reply)")
         return parsed
 
     def act(self, action: Action) -> Result | None:
         """Runs a tool and adds its observation. Returns a result where a limit ends the turn."""
-        turn, said = self.turn, (action.tool, action.input)
-        turn.faults.clear()
-        turn.action, turn.repeats = said, turn.repeats + 1 if said == turn.action else 1
-        if turn.step == self.settings.max_steps or turn.repeats == 5:
-            self.observe(action, "[not run: no step is left for it]")
-            return Result("repeated", remark="five times the same") if turn.repeats == 5 else None
-        output = self.use_tool(action)
-        notes = ["repeat"] * (turn.repeats >= 3) + ["ignored"] * action.ignored
+        said = f"{action.tool} {action.input}"
+        times = self.streak.get(said, 0) + 1
+        over = self.step == self.settings.max_steps or times == 5
+        output = "[not run: no step is left for it]" if over else self.use_tool(action)
+        notes = ["repeat"] * (2 < times < 5) + ["ignored"] * action.ignored
         self.observe(action, "\n".join([output, *(self.texts[name] for name in notes)]))
-        refused = self.shell.refusal and output.startswith("[refused:")
-        turn.refusals = turn.refusals + 1 if refused else 0
-        return Result("refused", remark="three refusals in a row") if turn.refusals == 3 else None
+        # The guard is asked again, since a command can print such a line too.
+        refused = output.startswith("[refused:") and guard(action.input, self.shell.folder)
+        self.streak = {said: times, "refused": self.streak.get("refused", 0) + 1 if refused else 0}
+        if self.streak["refused"] == 3:
+            return Result("refused", remark="three refusals in a row")
+        return Result("repeated", remark="five times the same") if times == 5 else None
 
     def use_tool(self, action: Action) -> str:
         """The tool's output; whatever goes wrong becomes a text that the model can act on."""
@@ -519,29 +449,26 @@ class Agent:
 
     def nudge(self, invalid: Invalid) -> Result | None:
         """Says what was wrong with a reply. Returns a result where that was said often enough."""
-        self.turn.faults.append(invalid.reason)
-        faults, last = self.turn.faults, self.turn.step == self.settings.max_steps
-        if invalid.reason == "no label" and (last or faults[-2:-1] == ["no label"]):
-            status = "max_steps" if last else "final"
-            return Result(status, invalid.text.removeprefix("Thought: "), remark="prose, no label")
-        if len(faults) == 3 or [fault in ("empty", "cut") for fault in faults[-2:]] == [True, True]:
-            status = "cut" if invalid.reason == "cut" else "invalid"
-            return Result(status, remark=f"no usable reply: {', '.join(faults)}")
-        self.add("user", fill(self.texts[invalid.reason], form=self.form))
+        reason, last = invalid.reason, self.step == self.settings.max_steps
+        kinds = ("invalid", "useless" if reason in ("empty", "cut") else reason)
+        streak = self.streak = {kind: self.streak.get(kind, 0) + 1 for kind in kinds}
+        if reason == "no label" and (last or streak[reason] == 2):
+            prose = invalid.text.removeprefix("Thought: ")
+            return Result("max_steps" if last else "final", prose, remark="prose, no label")
+        if streak["invalid"] == 3 or streak.get("useless") == 2:
+            return Result("cut" if reason == "cut" else "invalid", remark=f"the reply: {reason}")
+        self.add("nudge", fill(self.texts[reason], form=reply_form(self)))
         return None
 
     def observe(self, action: Action, output: str) -> None:
-        """Adds what a tool returned, below the command that it belongs to."""
         command = f"$ {action.input}\n" if action.tool == "run_command" else ""
-        self.add("user", f"Observation: {command}{output}")
-        self.emit("observation", step=self.turn.step, text=self.messages[-1]["content"])
+        self.add("observation", f"Observation: {command}{output}")
 
-    def add(self, role: str, content: str) -> None:
+    def add(self, kind: str, content: str) -> None:
         """The only way in: clean, without a key, never empty; asks for an answer in good time."""
-        if role == "user" and 0 < self.turn.step == self.settings.max_steps - 1:
+        if ROLES[kind] == "user" and 0 < self.step == self.settings.max_steps - 1:
             content += f"\n{self.texts['last_step']}"
-        content = self.settings.redact(content).strip() or "(empty)"
-        self.messages.append({"role": role, "content": content})
+        self.emit("message", kind=kind, content=self.settings.redact(content).strip() or "(empty)")
 
     def emit(self, event: str, **data: Any) -> None:
         for listener in self.listeners:
@@ -550,7 +477,6 @@ class Agent:
 
 # ──── Part I · 7 Trace: what a person sees ───────────────────────────────────────────────────
 Listener = Callable[[str, dict[str, Any]], None]
-STATES = {"Action": "executing", "Final": "responding", "Invalid": "thinking"}  # article 001, 4.3
 COLOURS = {"question": Fore.GREEN, "action": Fore.YELLOW, "observation": Fore.CYAN,
            "error": Fore.RED, "answer": Fore.WHITE, "dim": Style.DIM}  # article 001, 5.2
 
@@ -562,67 +488,44 @@ def paint(out: TextIO, kind: str, text: str) -> str:
 
 
 class Trace:
-    """Draws the events of an agent: per step what was sent, replied, parsed and observed.
-
-    Mode `full`: every message of each request, those shown before dimmed, or in a line where
-    nothing can be dimmed, unless `again`; `new`: those always in a line; `off`: nothing."""
-
+    """Draws the events of an agent. Mode `full`: each request with all its messages, known ones
+    dimmed, or in a line where nothing can be dimmed, unless `again`; `new`: known ones always in
+    a line; `off`: nothing."""
     def __init__(self, mode: str, out: TextIO, title: str, again: bool = False) -> None:
-        self.mode, self.out, self.title = mode, out, title
+        self.mode, self.out, self.values = mode, out, {"title": title, "step": 0}
         self.again = mode == "full" and (again or paint(out, "dim", "") != "")
-        self.shown: set[str] = set()
-        self.usages: list[dict[str, int] | None] = []
+        self.shown, self.usages = set[str](), list[dict[str, int] | None]()  # texts; of the turn
 
     def __call__(self, event: str, data: dict[str, Any]) -> None:
-        if self.mode != "off" and hasattr(self, f"on_{event}"):
-            getattr(self, f"on_{event}")(**data)
+        """Draws an event by its rows in prompts/help.yaml: each a colour and a text."""
+        if event == "text":
+            self.say(data["text"], "dim" if data["dim"] else "", end="")
+        self.usages += [data["usage"]] if event == "reply" else []
+        tokens = {"step_tokens": count_usage(self.usages[-1:]), "tokens": count_usage(self.usages)}
+        self.values |= data | tokens
+        name = f"{event} {data['kind']}" if "kind" in data else event
+        for colour, text in read_table("help.yaml")["trace"].get(name, []):
+            self.say(text.format(**self.values), colour)
+        for number, m in enumerate(data["sent"] if event == "request" else []):
+            known, asked = m["content"] in self.shown, number + 1 == len(data["sent"])
+            head = f"[{number}] {m['role']}, {len(m['content']):,} characters"
+            body = ", as before" if known and not self.again else f"\n{m['content']}"
+            self.say(head + body, "dim" if known else "question" if asked else "")
+            self.shown.add(m["content"])
+        if event == "request":
+            self("waiting", {})
+        self.usages = [] if event == "result" else self.usages
 
     def say(self, text: str, kind: str = "", end: str = "\n") -> None:
-        print(paint(self.out, kind, text), end=end, file=self.out, flush=True)
-
-    def rule(self, step: int, block: str, state: str, remark: str = "") -> None:
-        """The line above a block: the step, the block, and the state of article 001."""
-        dash = "─" if self.out.encoding.lower().startswith("utf") else "-"
-        self.say(f"{dash * 2} step {step}: {block} ({state}){remark} ".ljust(80, dash), "dim")
-
-    def on_request(self, step: int, sent: list[Message]) -> None:
-        self.rule(step, "sent", "thinking", f" {len(sent)} messages")
-        for number, m in enumerate(sent):
-            text = m["content"]
-            kind = "dim" if text in self.shown else "question" if step < 2 and m is sent[-1] else ""
-            body = ", as before" if kind == "dim" and not self.again else f"\n{text}"
-            self.say(f"[{number}] {m['role']}, {len(text):,} characters{body}", kind)
-            self.shown.add(text)
-        self.rule(step, "reply", "thinking", f" {self.title}")
-
-    def on_text(self, text: str, dim: bool) -> None:
-        self.say(text, "dim" if dim else "", end="")
-
-    def on_reply(self, usage: dict[str, int] | None, **_: Any) -> None:
-        self.usages.append(usage)
-        self.say(f"\n[tokens: {count_usage([usage])}]", "dim")
-
-    def on_parsed(self, step: int, kind: str, **parts: Any) -> None:
-        self.rule(step, "parsed", STATES[kind], f" {kind}")
-        said = [f"{n}: {parts[n]}" for n in ("tool", "input", "reason", "answer") if n in parts]
-        dropped = ["what came after it is ignored"] if parts.get("ignored") else []
-        self.say("\n".join([*said, *dropped]), "error" if "reason" in parts else "action")
-
-    def on_observation(self, step: int, text: str) -> None:
-        self.rule(step, "observation", "observing")
-        self.say(text, "observation")
-
-    def on_result(self, status: str, steps: int, remark: str, **_: Any) -> None:
-        remark = f", {remark}" if remark else ""
-        self.say(f"[{status}: {steps} steps, tokens {count_usage(self.usages)}{remark}]", "dim")
-        self.usages = []
+        if self.mode != "off":
+            print(paint(self.out, kind, text), end=end, file=self.out, flush=True)
 
 
 # ──── Part II · 8 Guard and sandbox: a seat belt and a fence ─────────────────────────────────
 # What stands in quotes is made inert: each special character becomes a private twin, so that the
-# plain patterns of prompts/guard.yaml see only what would act.
+# plain patterns of prompts/guard.yaml see only what would act. READABLE is the way back.
 TWINS = {ord(char): 0xE000 + ord(char) for char in " \t\n;&|<>()#'\"\\`$*?~"}
-UNTWIN = {twin: char for char, twin in TWINS.items()} | {0xE000: "''"}  # E000: an empty word
+READABLE = {twin: chr(char) for char, twin in TWINS.items()} | {ord(" "): "\0"}
 # Why a command isn't run, and what to do instead; `rule` is the family of the rule.
 Refusal = NamedTuple("Refusal", [("rule", str), ("reason", str), ("safer", str)])
 
@@ -630,7 +533,7 @@ Refusal = NamedTuple("Refusal", [("rule", str), ("reason", str), ("safer", str)]
 def guard(command: str, folder: Path | str) -> Refusal | None:
     """Refuses a command that would do harm; None lets it pass. Runs nothing, never raises."""
     try:
-        return judge(command, os.path.abspath(folder))
+        return next(refusals(command, os.path.abspath(folder)), None)
     except Exception:  # what can't be read isn't run
         return Refusal("unreadable", "this is too long or too tangled to check", "write it simpler")
 
@@ -642,27 +545,19 @@ def compiled(text: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"<(\w+)>", lambda name: compiled(names[name[1]]).pattern, text))
 
 
-def judge(command: str, folder: str) -> Refusal | None:
-    """Holds a command, and every script found inside it, against the rules."""
+def refusals(command: str, folder: str, depth: int = 0) -> Iterator[Refusal]:
+    """What the rules have against a command and against every script found inside it."""
+    text = compiled("<heredoc>").sub(r"\1 \4\n\5", command)
+    if len(text) > 16_000 or depth > 5:  # beyond a quick look
+        raise ValueError("too long, or too many scripts inside scripts")
     rules = read_table("guard.yaml")["rules"]
-    scripts = [command]
-    for script in scripts:  # grows while it is read
-        text = compiled("<heredoc>").sub(r"\1 \4\n\5", script)
-        if len(text) > 16_000 or len(scripts) > 200:  # beyond a quick look
-            raise ValueError("too long, or too many scripts inside scripts")
-        for (program, words, places), row in itertools.product(commands_in(text, folder), rules):
-            if not compiled(row["program"]).fullmatch(program):
-                continue
-            if "inside" in row:
-                readable = words.replace(" ", "\0").translate(UNTWIN)
-                found = compiled(row["inside"]).finditer(readable)
-                scripts += [match.expand(row["script"]) for match in found]
-                continue
-            searched = (("arguments", words), ("path", places))
-            fits = all(compiled(row.get(key, "")).search(text) for key, text in searched)
-            if fits and not compiled(row.get("unless", "(?!)")).search(words):
-                return Refusal(row["rule"], row["reason"], row["safer"])
-    return None
+    for seen, row in itertools.product(commands_in(text, folder), rules):
+        fits = all(compiled(row.get(key, "")).search(part) for key, part in seen.items())
+        if fits and "script" in row:
+            for match in compiled(row["inside"]).finditer(seen["arguments"].translate(READABLE)):
+                yield from refusals(match.expand(row["script"]), folder, depth + 1)
+        elif fits and not compiled(row.get("unless", "(?!)")).search(seen["arguments"]):
+            yield Refusal(row["rule"], row["reason"], row["safer"])
 
 
 def inert(match: re.Match[str]) -> str:
@@ -670,177 +565,323 @@ def inert(match: re.Match[str]) -> str:
     whole = match[0]
     if whole[0] == '"':  # variables and substitutions stay active
         return compiled("<active>").sub(inert, whole[1:-1]).translate(TWINS | {ord("$"): "$"})
-    if whole[0] in "$<>`":
-        return "\ue001" + whole.translate(TWINS)
-    return "" if whole[0] == "#" else whole.strip("\\'").translate(TWINS)
+    mark = "\ue001" if whole[0] in "$<>`" else ""
+    return "" if whole[0] == "#" else mark + whole.strip("\\'").translate(TWINS)
 
 
-def commands_in(text: str, folder: str) -> Iterator[tuple[str, str, str]]:
-    """(program, arguments, places of the operands): the script as one, its commands, redirects."""
+def commands_in(text: str, folder: str) -> Iterator[dict[str, str]]:
+    """What the rules look at: the whole text as `script`, then its commands and redirects."""
     for pattern, replacement in read_table("guard.yaml")["reading"]:
         text = compiled(pattern).sub(replacement or inert, text)
-    yield "script", text, ""
-    here = "."
+    yield {"program": "script", "arguments": text, "path": ""}
+    here = folder
     for part in compiled("<separator>").split(compiled("<redirect>").sub(r"\3\n\1 \2\n", text)):
         program, *words = compiled("<prefix>").sub("", part).split() or [""]
         if program in ("cd", "pushd"):
-            here = place_of(words[0] if words else "~", here, folder)
-        operands = [place_of(word, here, folder) for word in words if word[0] != "-"]
-        yield program, " ".join(words), " ".join(operands)
+            here = os.path.join(here, words[0] if words else "~")
+        path = " ".join(place_of(word, here, folder) for word in words if word[0] != "-")
+        yield {"program": program, "arguments": " ".join(words), "path": path}
 
 
 def place_of(word: str, here: str, folder: str) -> str:
     """Where a word points, as the rules write it: `~/x`, `./x`, `..` (above), `/etc/x`."""
-    home = os.path.expanduser("~")
-    word = os.path.join(here, compiled("<label>").sub("", word))
-    word = os.path.join(folder, re.sub(r"^(?:.*/)?~(?=/|$)", lambda _: home, word))
-    path = compiled("<everything>").sub("", "/" + os.path.normpath(word).lstrip("/")) or "/"
+    path = re.sub(r"^.*/(?=~(/|$))", "", os.path.join(here, compiled("<around>").sub("", word)))
+    path = "/" + os.path.normpath(os.path.expanduser(path)).lstrip("/")
     path = re.sub(f"^{re.escape(folder)}(?=/|$)", ".", path)
-    path = re.sub(f"^{re.escape(home)}(?=/|$)", "~", path)
+    path = re.sub(f"^{re.escape(os.path.expanduser('~'))}(?=/|$)", "~", path)
     return ".." if folder.startswith(path + "/") else path
 
 
 def sandbox_prefix(settings: Settings, folder: Path) -> tuple[list[str], str]:
     """Words to put before `bash -c …`, and a line for the screen where there are none.
 
-    Covered: outside `folder` nothing can be changed; home, /tmp, /run, `.env` and other processes
-    can't be seen; no network unless `settings.network`. Not covered: `folder` itself.
-    ConfigError: `settings.sandbox` is "bwrap" and it can't be had."""
-    prefix, problem = bwrap_command(settings.network, folder), ""
+    With them only `folder` can be changed, and home, /tmp, /run, `.env` and other processes can't
+    be seen. ConfigError: `settings.sandbox` is "bwrap" and it can't be had."""
     if settings.sandbox == "off":
         return [], "sandbox off: commands can change all that you can"
-    if Path(os.path.expanduser("~")).resolve().is_relative_to(folder):
-        problem = "the working folder is your home folder or holds it; use a folder of its own"
-    elif not shutil.which("bwrap"):
-        problem = "bubblewrap is not installed (Linux: apt, dnf or pacman install bubblewrap)"
-    else:
-        done = subprocess.run([*prefix, "sh", "-c", ":"], capture_output=True, errors="replace")
-        problem = clean(done.stderr).strip() + " (see the README)" if done.returncode else ""
-    if problem and settings.sandbox == "bwrap":
+    home, path = Path(os.path.expanduser("~")).resolve(), [f"{sys.prefix}/bin", *os.get_exec_path()]
+    hidden = [top for top in (Path("/tmp"), Path("/run"), home) if top.name]
+    needed = map(Path, [str(ROOT), sys.prefix, sys.base_prefix, *path])
+    places = {"folder": [folder], "hidden": hidden, "log": [(folder / ".agent").resolve()],
+              "needed": [p for p in needed if any(top in p.parents for top in hidden)],
+              "secret": [ROOT / ".env", (folder / ".env").resolve()],
+              "network": [Path("/etc/resolv.conf").resolve()] * settings.network}
+    prefix = [word.format(place, home=home, path=os.pathsep.join(path))
+              for name, test, words in read_table("sandbox.yaml")["bwrap"]
+              for place in places[name] if getattr(os.path, test)(place) for word in words.split()]
+    failed, said = subprocess.getstatusoutput(shlex.join([*prefix, "sh", "-c", ":"]))
+    problem = f"{' '.join(clean(said).split())} (Linux: install bubblewrap, or see the README)"
+    if home.is_relative_to(folder):
+        failed, problem = 1, "the folder is your home or holds it; work in one of its own"
+    if failed and settings.sandbox == "bwrap":
         raise ConfigError(f"--sandbox bwrap: {problem}")
-    return ([], f"sandbox off: {problem}") if problem else (prefix, "")
+    return ([], f"sandbox off: {problem}") if failed else (prefix, "")
 
 
-def bwrap_command(network: bool, folder: Path) -> list[str]:
-    """bubblewrap and its arguments; a later mount lies over the earlier ones."""
-    home = Path(os.path.expanduser("~")).resolve()
-    hidden = [path for path in (Path("/tmp"), Path("/run"), home) if path.is_dir() and path.name]
-    # Single files of git, since its folder ~/.config/git may hold a `credentials` file.
-    needed = [home / name for name in (".gitconfig", ".config/git/config", ".config/git/ignore")]
-    needed += [ROOT, Path(sys.prefix), Path(sys.base_prefix), *map(Path, os.get_exec_path())]
-    needed += [Path("/etc/resolv.conf").resolve()] if network else []
-    shown = [p for p in needed if any(top in p.parents for top in hidden) and os.path.exists(p)]
-    # Else root could undo the mounts, and a background child would outlive its shell.
-    words = ["bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent"]
-    words += ["--share-net"] if network else []
-    words += ["--unsetenv", "TMPDIR", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
-    words += [word for path in hidden for word in ("--tmpfs", str(path))]
-    words += [word for path in shown for word in ("--ro-bind", str(path), str(path))]
-    # A version manager's `python3` is a script that looks for the rest of it below home.
-    words += ["--setenv", "PATH", os.pathsep.join([f"{sys.prefix}/bin", *os.get_exec_path()])]
-    words += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
-    for secret in {ROOT / ".env", (folder / ".env").resolve()}:
-        words += ["--ro-bind", "/dev/null", str(secret)] if secret.is_file() else []
-    log = (folder / ".agent").resolve()
-    return words + (["--tmpfs", str(log)] if log.is_dir() else [])
+# ──── Part II · 9 Memory: what is known, what is on disk, what fits into a request ───────────
+FORMAT = 1  # of the session files
 
 
-# ──── Part II · 9 Edges: prompts, replies, outputs, skill files as they come in real life ────
+def remember(agent: Agent, event: str, data: dict[str, Any]) -> None:
+    """Changes what the agent knows; nothing else does, and a resume does it for a whole log.
+    KeyError, TypeError, ValueError: the event has a wrong shape; unknown ones do nothing."""
+    if event in ("header", "resumed"):
+        agent.messages[0] = {"kind": "system", "role": "system", "content": data["system"]}
+    elif event == "message":
+        role = ROLES[data["kind"]]
+        if not data["content"].strip().encode() or (role == "assistant" and not agent.every):
+            raise ValueError("no text, or an answer without a question")
+        agent.every.append({"kind": data["kind"], "role": role, "content": data["content"]})
+        agent.messages.append(agent.every[-1])
+    elif event == "compaction":
+        summary = {"kind": "summary", "role": "user", "content": str.strip(data["summary"])}
+        if not 0 < data["kept"] < len(agent.messages):
+            raise ValueError("as many messages as it keeps are not there")
+        agent.compacted = f"{data['before']:,} → {data['after']:,} tokens"
+        agent.messages[1 : -data["kept"]] = [summary]
+        agent.skills.loaded = {}
+    elif event == "result":
+        agent.ending = data["status"]
+
+
+class Session:
+    """A log, .agent/sessions/<time>.jsonl, from the first question on: an event a line, each one
+    write. Where it can't be written, a line says so, and the agent goes on without it."""
+    def __init__(self, folder: Path, redact: Callable[[str], str]) -> None:
+        self.home, self.redact = folder / ".agent" / "sessions", redact
+        with contextlib.suppress(OSError):  # this early, so that the sandbox hides it
+            self.home.mkdir(parents=True, exist_ok=True)
+            self.home.parent.chmod(0o700)
+            (self.home.parent / ".gitignore").write_text("*\n")
+
+    def open(self, path: Path) -> None:
+        """Opens a file to append to. OSError; ConfigError: another process has it."""
+        private = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self.file: IO[str] = os.fdopen(private, "a", encoding="utf-8")
+        try:
+            import fcntl  # here, because Windows has none
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"session {path.stem} is in use by another process") from None
+
+    def __call__(self, event: str, data: dict[str, Any]) -> None:
+        """Writes an event down, before it changes the memory."""
+        if event == "text":  # the event `reply` has it as a whole
+            return
+        if event == "request":  # the messages are in the log already
+            sent = json.dumps(data["sent"], ensure_ascii=False).encode()
+            data = {**data, "sent": len(data["sent"]), "sha256": hashlib.sha256(sent).hexdigest()}
+        now = datetime.datetime.now()
+        data = {"format": FORMAT, "event": event, "time": now, **data}
+        line = json.dumps(data, ensure_ascii=False, default=str)
+        try:
+            if event == "header":
+                self.open(self.home / f"{now:%Y%m%d-%H%M%S-%f}.jsonl")
+            self.file.write(self.redact(line) + "\n")
+            self.file.flush()
+        except OSError as error:
+            self.file = open(os.devnull, "a")  # noqa: SIM115
+            print(f"agent.py: this session is not kept: {error}", file=sys.stderr)
+
+    def resume(self, agent: Agent, name: str) -> str:
+        """Goes on with a session; a line on what it did. An action that may have run never runs."""
+        path = max(self.home.glob(f"{name}*.jsonl"), key=os.path.getmtime, default=None)
+        if not path:
+            raise ConfigError(f"no session {name!r} in {self.home}; --sessions lists them")
+        self.open(path)
+        system = agent.messages[0]["content"]
+        bad = replay(path, functools.partial(remember, agent))
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # what a crash left of a line
+        agent.emit("resumed", system=system, **vars(agent.settings))
+        if broken := agent.messages[-1]["kind"] == "action":
+            agent.add("observation", f"Observation: {agent.texts['unknown']}")
+        told = f"{len(agent.messages)} messages, lost results: {broken:d}, bad lines: {bad or 0}"
+        return f"resumed {path.stem}, {told}"
+
+
+def replay(path: Path, tell: Listener) -> list[int]:
+    """Tells the events of a log again; returns the numbers of bad lines. ConfigError: format."""
+    bad = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            event = json.loads(line)
+            if event.pop("format") != FORMAT:
+                raise ConfigError(f"{path} is of a format that this version can't read")
+            tell(event.pop("event"), event)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            bad.append(number)
+    return bad
+
+
+def estimate(messages: Iterable[Message]) -> int:
+    """Tokens: UTF-8 bytes / 3 (article 000, 3.3), and 12 bytes a message for its role."""
+    return -(-sum(len(message["content"].encode()) + 12 for message in messages) // 3)
+
+
+def threshold(window: int) -> int:
+    """Tokens above which a request is too long: what is left is for the reply (000, 3.3)."""
+    return min(window * 4 // 5, window - min(1024, window // 4))
+
+
+def compact(agent: Agent, cause: str) -> bool:
+    """Puts a summary in place of the older messages; whether 10 % of the tokens went at least.
+
+    `cause`: full (checked before each request), overflow (a server's error) or command. About 16 %
+    of the window stay (000, 3.3), an action with its observation. Where no summary comes of it
+    and the next request would overflow, the older messages are just dropped."""
+    messages, window = agent.messages, agent.settings.context_window
+    size, summary = estimate(view(messages, agent.settings.ablations)), ""
+    if cause == "full" and not 0 < threshold(window) < size:  # 0: the window is unknown
+        return False
+    overflow = cause == "overflow" or 0 < window - min(1024, window // 4) < size
+    limit = threshold(size if cause == "overflow" else window or 2 * size)
+    window = window if cause == "full" else size
+    starts = [n for n, m in enumerate(messages) if m["kind"] not in ("observation", "nudge")]
+    tail = next((n for n in starts if estimate(messages[n:]) <= window * 0.16), starts[-1])
+    # The request for a summary has to fit too. It is made once a step, and three times a turn.
+    fits = [n for n in starts if 1 < n <= tail and estimate(messages[:n]) + 256 <= limit]
+    if fits and agent.step not in agent.summaries and len(agent.summaries) < 3:
+        agent.summaries.append(agent.step)
+        ask = (PROMPTS / "compact.md").read_text("utf-8")
+        asking = [*messages[: fits[-1]], {"kind": "nudge", "role": "user", "content": ask}]
+        with contextlib.suppress(ModelError):
+            reply = agent.model(view(asking, agent.settings.ablations), lambda *_: None)
+            summary = "" if reply.finish in CUT else reply.text.strip()
+    if summary and shorten(agent, fits[-1], summary):
+        return True
+    return overflow and shorten(agent, tail, agent.texts["dropped"])
+
+
+def shorten(agent: Agent, border: int, summary: str) -> bool:
+    """Replaces what is before the border by a summary, the user's words and the skills verbatim."""
+    system, tail, before = agent.messages[0], agent.messages[border:], estimate(agent.messages)
+    room = (agent.settings.context_window or before) // 4
+    words = [m for m in agent.every if m not in tail and estimate([m]) < room
+             and (m["kind"] == "question" or m["content"].startswith("Observation: Skill: "))]
+    while estimate(words) > room:
+        words.pop(len(words) // 2)  # the first wishes and the last ones matter most
+    text = fill(agent.texts["summary"], summary=summary, names=", ".join(agent.skills.loaded),
+                words="\n\n".join(message["content"] for message in words))
+    after = estimate([system, {"content": text}, *tail])
+    if after <= before * 0.9:
+        agent.emit("compaction", summary=text, kept=len(tail), before=before, after=after)
+    return after <= before * 0.9
+
+
+# ──── Part II · 10 Variants: other forms of the protocol, the loop with a part taken away ─────
+def parse_form(form: str, text: str) -> Parsed:
+    """What `parse_reply` returns, for a reply in text, xml or json."""
+    if form == "text":
+        return parse_reply(text)
+    reply = unwrap(text)
+    found = SEEK[form].search(reply)
+    if not found:
+        return Invalid("no label" if reply else "empty", reply or text)
+    parts = [(part or "").strip() for part in found.group("tool", "input", "answer", "thought")]
+    if form == "json":
+        parts = [clean_input(f'{{"input": {part}}}').strip() for part in parts]
+    tool, value, answer, thought = parts
+    done, rest = reply[: found.end()], reply[found.end() :].strip("`~ \n")
+    if answer:
+        return Final(answer, thought, done)
+    action = Action(tool, clean_input(value), thought, done, bool(rest))
+    return action if tool and action.input else Invalid("bad input", reply)
+
+
+def view(messages: list[Message], hidden: Iterable[str]) -> list[Message]:
+    """The messages as the model sees them: without what an ablation hides; the roles take turns."""
+    asked = [n for n, message in enumerate(messages) if message["kind"] == "question"] or [1]
+    sent: list[Message] = []
+    for message in [*messages[:1], *messages[asked[-1] if "history" in hidden else 1 :]]:
+        role, content = message["role"], message["content"]
+        if "observations" in hidden and message["kind"] == "observation":
+            content = "Observation: [hidden]"
+        if "thoughts" in hidden and role == "assistant":
+            content = SEEK["thoughts"].sub("", content, count=1) or "(empty)"
+        if sent and sent[-1]["role"] == role:
+            content = f"{sent.pop()['content']}\n\n{content}"
+        sent.append({"role": role, "content": content})
+    return sent
+
+
+def system_prompt(agent: Agent) -> str:
+    """prompts/system.md filled with what holds here; a paragraph without a value is left out."""
+    settings, shell, tools = agent.settings, agent.shell, agent.tools
+    project = shell.folder / "AGENTS.md"
+    return fill(
+        (PROMPTS / "system.md").read_text("utf-8"), model=getattr(agent.model, "name", "own"),
+        form=reply_form(agent), tools="\n".join(f"- {name}: {tools[name][0]}" for name in tools),
+        shell=shell.name if tools else "", folder=str(shell.folder),
+        timeout=f"{settings.timeout:g}", limit=f"{settings.observation_limit:,}",
+        fence="bubblewrap" if tools and shell.prefix else "",
+        open="no sandbox" if tools and not shell.prefix else "",
+        skills=agent.skills.catalogue() if "load_skill" in tools else "",
+        project=project.read_text("utf-8", "replace")[:8_000] if project.is_file() else "")
+
+
+def reply_form(agent: Agent) -> str:
+    """prompts/protocol-<name>.md, without what an ablation takes away."""
+    form = (PROMPTS / f"protocol-{agent.settings.protocol}.md").read_text("utf-8")
+    form = fill(form, tool="run_command" if agent.tools else "")
+    return SEEK["thoughts"].sub("", form) if "thoughts" in agent.settings.ablations else form
+
+
+# ──── Part II · 11 Edges: prompts, replies, outputs, skill files as they come in real life ────
 KEEP = 65_536  # characters kept of either end of an output, before escapes go
-FRONTMATTER = re.compile(r"\A(\s*^---[ \t]*\n.*?)^---[ \t]*(?:\n|\Z)(.*)", re.S | re.M)
-FIELD = re.compile(r"(?m)^([\w-]+)[ \t]*[:：](?:\s*[>|]-?\n)?(.*(?:\n(?![\w-]+[ \t]*[:：]).*)*)")
-BLOCK = re.compile(r"(?sm)(`{3,}|~{3,})(?:[^`\n]*\n(.*?)^[ \t]*\1[`~]*[ \t]*$|([^`\n]+)\1)(.*)\Z")
-WRAP = re.compile(r"""^(\w*(skill|name|input)['" ]*[:=(][^\w.]*)*(\./)?(skills/)?|(/skill)?\.md$""")
 
 
 def clean(text: str) -> str:
     """Valid UTF-8 without terminal escapes; of the control characters newline and tab stay."""
-    text = text.encode("utf-8", "replace").decode("utf-8").replace("\r\n", "\n")
-    text = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[@-Z\\^_])", "", text)
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+    return SEEK["noise"].sub("", text.encode("utf-8", "replace").decode("utf-8"))
 
 
 @functools.cache
 def read_table(name: str) -> Any:
-    """The content of prompts/<name>, a YAML file."""
     return yaml.safe_load((PROMPTS / name).read_text("utf-8"))
 
 
 def fill(template: str, **values: str) -> str:
     """Puts values in for {names}; a paragraph with an empty value is left out."""
-    slot, paragraphs = re.compile(r"\{([a-z_]+)\}"), template.strip().split("\n\n")
-    kept = [p for p in paragraphs if all(values.get(name, "?") for name in slot.findall(p))]
-    return slot.sub(lambda found: values.get(found[1], found[0]), "\n\n".join(kept))
+    text = re.sub(r"\{(\w+)\}", lambda slot: values.get(slot[1], slot[0]) or "\0", template.strip())
+    return "\n\n".join(part for part in text.split("\n\n") if "\0" not in part)
 
 
-def read_chunk(chunk: Any) -> Reply:
-    """What a chunk adds. Each `or` stands for a server that sends null or an empty list."""
-    choice = ((chunk or {}).get("choices") or [{}])[0] or {}
+def grow(reply: Reply, chunk: Any) -> Reply:
+    """The reply with a chunk more. Each `or` is a server that sends null or an empty list."""
+    choice = (chunk.get("choices") or [{}])[0] or {}
     delta = choice.get("delta") or choice.get("message") or {}
-    content = delta.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part.get("text") or "" for part in content)
+    parts = delta.get("content") or ""  # a text or a list
+    content = "".join(p if isinstance(p, str) else p.get("text") or "" for p in parts)
     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    told = (chunk or {}).get("usage") or {}
-    usage = {name: number for name, number in told.items() if isinstance(number, int)}
-    return Reply(str(content), str(reasoning), choice.get("finish_reason") or "", usage or None)
-
-
-def read_plain(text: str) -> Reply:
-    """The reply in a body that isn't a stream. ValueError with the text: it holds none."""
-    body = json.loads(text)
-    if not isinstance(body, dict) or not body.get("choices"):
-        raise ValueError(text)
-    reply = read_chunk(body)
-    return reply._replace(finish=reply.finish or "stop")
+    return Reply(reply.text + content, reply.reasoning + reasoning,
+                 choice.get("finish_reason") or reply.finish, chunk.get("usage") or reply.usage)
 
 
 def unwrap(text: str) -> str:
-    """The reply without what stands around it: reasoning, a code fence, server tokens."""
-    text = text.replace("\r\n", "\n").strip("\ufeff \t\n\u3000")
-    text = re.sub(r"\A<(think|thinking)>.*?(?:</\1>|\Z)", "", text, flags=re.I | re.S).strip()
-    closed = max((tag.end() for tag in re.finditer(r"</think(?:ing)?>", text, re.I)), default=0)
-    if closed and "<think" not in text[:closed].lower() and len(find_labels(text[closed:])) > 3:
-        text = text[closed:].strip()
-    text = text[:-200] + re.sub(r"(?:<\|\w{1,40}\|>\s*)+\Z", "", text[-200:])
-    packed = re.match(r"(?:```|~~~)[^`\n]*\n(?:[^\S\n]*\n)*", text)
-    if packed and (label := TOKEN.match(text, packed.end())) and label.lastgroup != "fence":
-        text = text[packed.end():]
-        fences = list(FENCE.finditer(text))
-        text = text[: fences[-1].start()] if len(fences) % 2 else text
-    return text.strip()
+    """The reply without reasoning, even if only its end is marked, and without server tokens."""
+    text = SEEK["around"].sub("", text.replace("\r\n", "\n")).strip()
+    after = re.split(r"(?i)</think(?:ing)?>", text)[-1]
+    opened = "<think" in text[: -len(after)].lower()
+    labelled = next(find_labels(after)).lastgroup not in ("open", "end")
+    return after.strip() if labelled and not opened else text
 
 
 def clean_input(value: str) -> str:
     """The bare input; "" where it is cut off, invalid or more than one block."""
-    if FENCE.match(value):
-        block = BLOCK.match(value)
-        value = (block[2] or block[3]).strip("\n") if block and not FENCE.search(block[4]) else ""
-    if re.match(r"\{\s*[\"']", value):
-        with contextlib.suppress(ValueError, AttributeError, RecursionError):
-            found = map(json.loads(value).get, ("command", "cmd", "skill", "name", "input"))
-            return next((text for text in found if isinstance(text, str)), "")
-        return ""
-    quoted = re.fullmatch(r"""(?s)(["'`])((?:(?!\1).)*)\1""", value)
-    return quoted[2].strip() if quoted else value
-
-
-def system_prompt(agent: Agent) -> str:
-    """prompts/system.md filled with what holds here; a paragraph without a value is left out."""
-    settings, shell, name = agent.settings, agent.shell, getattr(agent.model, "name", "own")
-    return fill(
-        (PROMPTS / "system.md").read_text("utf-8"), model=name, form=agent.form,
-        tools="\n".join(f"- {name}: {text}" for name, (text, _) in agent.tools.items()),
-        shell=shell.name, folder=str(shell.folder), timeout=f"{settings.timeout:g}",
-        limit=f"{settings.observation_limit:,}", fence="bubblewrap" if shell.prefix else "",
-        open="" if shell.prefix else "no sandbox", skills=agent.skills.catalogue())
+    if quoted := SEEK["quoted"].match(value):
+        value = quoted[quoted.lastindex or 0].strip()
+    if not re.match(r"\{\s*[\"']", value):
+        return value
+    with contextlib.suppress(ValueError, RecursionError):
+        found = map(json.loads(value).get, ("command", "cmd", "skill", "name", "input"))
+        return next((text for text in found if isinstance(text, str)), "")
+    return ""
 
 
 def count_usage(usages: list[dict[str, int] | None]) -> str:
     """Tokens in and out as the server told them; `n/a` where it left one out."""
-    told = [usage for usage in usages if usage]
-    sums = [sum(u.get(f"{name}_tokens", 0) for u in told) for name in ("prompt", "completion")]
-    return "{:,} in, {:,} out".format(*sums) if len(told) == len(usages) > 0 else "n/a"
+    sums = [sum(u.get(f"{n}_tokens") or 0 for u in usages if u) for n in ("prompt", "completion")]
+    return "{:,} in, {:,} out".format(*sums) if usages and all(usages) else "n/a"
 
 
 def exit_note(code: int) -> str:
@@ -852,169 +893,138 @@ def exit_note(code: int) -> str:
 
 
 class Output:
-    """What a command prints, in flat memory: both ends are kept, what lies between is counted."""
+    """What a command prints, in flat memory: its beginning, its end, and how long it is."""
+    text, size = "", 0
 
-    text = ""
-    dropped = 0  # characters between text[:KEEP] and text[KEEP:]
-
-    def drain(self, pipe: IO[bytes]) -> None:
-        chunks = iter(lambda: pipe.read(65_536), b"")
-        for chunk in codecs.iterdecode(chunks, "utf-8", "replace"):
-            text = self.text + chunk
-            surplus = max(len(text) - 2 * KEEP, 0)
-            self.dropped += surplus
-            self.text = text[:KEEP] + text[KEEP + surplus :]
+    def drain(self, pipe: Any) -> None:
+        for chunk in codecs.iterdecode(iter(lambda: pipe.read1(KEEP), b""), "utf-8", "replace"):
+            self.size += len(chunk)
+            self.text = self.text[:KEEP] + (self.text[KEEP:] + chunk)[-KEEP:]
 
     def shorten(self, room: int, redact: Callable[[str], str]) -> str:
         """At most `room` characters, cleaned, with the number of those left out in the middle."""
-        text = self.text.rstrip("\n")
-        ends = [text[:KEEP], text[KEEP:]] if self.dropped else [text]
         # After a lone carriage return a terminal writes the line anew.
-        ends = [redact(re.sub(r"(?m)^[^\n]*\r(?=[^\r\n])", "", end)) for end in ends]
-        size = self.dropped + sum(map(len, ends))
+        text = redact(re.sub(r"(?m)^[^\n]*\r(?=[^\r\n])", "", self.text.rstrip("\n")))
+        size = self.size - len(self.text) + len(text)
         if size <= room:
-            return "".join(ends) or "(no output)"
+            return text or "(no output)"
         half = max(room - 50, 2) // 2
-        head, tail = ends[0][:half], ends[-1][-half:]
-        return f"{head}\n[… {size - len(head) - len(tail)} characters left out …]\n{tail}"
+        return f"{text[:half]}\n[… {size - 2 * half} characters left out …]\n{text[half:][-half:]}"
 
 
 def skill_key(text: str) -> str:
     """What a name and the requests for it have in common: `Code_Review.md` -> code-review."""
-    text = unicodedata.normalize("NFKC", clean(text)).casefold().strip("\"'`“”‘’<>[](){}*$/。 \n")
-    return re.sub(r"[\s_‐‑]+", "-", WRAP.sub("", text))
+    text = unicodedata.normalize("NFKC", clean(text[:500])).casefold()
+    return re.sub(r"[\s_‐‑]+", "-", SEEK["wrapping"].sub("", text))
 
 
-def read_skill(path: Path, faults: list[str]) -> Skill:
-    """A file's skill; `faults` gets what it survives. Errors: OSError, ValueError("line: why")."""
-    head, body = (FRONTMATTER.findall(path.read_text(encoding="utf-8-sig")) or [("", "")])[0]
+def read_skill(path: Path, place: str, faults: list[str]) -> Skill:
+    """A file's skill (`place`: its folder's name); `faults` gets what is wrong. Raises nothing."""
+    head = body = ""
     try:
+        head, body = SEEK["skill"].findall(path.read_text(encoding="utf-8-sig"))[0]
         fields = dict(yaml.load(head, yaml.BaseLoader) or {})  # only strings: a name may be `yes`
     except Exception as error:  # PyYAML lets more through than its own: OverflowError, …
-        marks = [getattr(error, key, None) for key in ("context_mark", "problem_mark")]
-        line = min((mark.line for mark in marks if mark and mark.line > 1), default=1) + 1
-        faults.append(f"{line}: not valid YAML; put the value in quotes")
-        fields = {key: value.strip(" \t\n\"'") for key, value in FIELD.findall(head)}
-    name = str(fields.get("name", "")).strip()
-    place = " ".join(clean(path.parent.name if path.name == "SKILL.md" else path.stem).split())
-    description = " ".join(clean(str(fields.get("description", ""))).split())
-    if not description:
-        line = re.split("^description", head, flags=re.M)[0].count("\n") + 1
-        raise ValueError(f"{line}: no description in a frontmatter between two lines of just ---")
-    if name != place or not re.fullmatch(r"(?!.{65})[^\W_A-Z]+(-[^\W_A-Z]+)*", name):
-        faults.append(f" name {name!r} is not the folder's in a-z, 0-9, -")
-    for what, text, limit in (("description", description, 1024), ("body", body, 20_000)):
-        if len(text) > limit:
-            faults.append(f" {what} of {len(text)} characters, more than {limit}")
-    usable = name.isprintable() and not re.search(r"[/\\]|\.\.|^$", name)  # unlike any path
-    return Skill(name if usable else place, place, description[:1024], clean(body).strip(), path)
+        line = int([*re.findall(r", line ([3-9]|\d\d+),", str(error)), 2][0])
+        faults.append(f"{line}: not valid YAML; put the value in quotes" if head else f" {error}")
+        fields = {key: value.strip(" \t\n\"'") for key, value in SEEK["field"].findall(head)}
+    texts = (fields.get("name", ""), place, fields.get("description", ""))
+    name, place, description = (" ".join(clean(str(text)).split()) for text in texts)
+    facts = {"names": f"{name}/{place}", "description": description, "body": body,
+             "line": str(re.split("^description", head, flags=re.M)[0].count("\n") + 1)}
+    faults += [fault.format(**facts) for fact, pattern, fault in read_table("help.yaml")["skill"]
+               if not re.fullmatch(pattern, facts[fact])][:1]
+    # A name that looks like a path or hides something is not taken.
+    usable = re.fullmatch(r"(?!.*\.\.)[^/\\]+", name) and str(fields["name"]).strip().isprintable()
+    return Skill(name if usable else place, description[:1024], clean(body).strip(), path)
 
 
-# ──── Part II · 10 Command line ──────────────────────────────────────────────────────────────
-# The prefix of a pair of variables, and the address and the model where none are set.
-PROVIDERS = {"DEEPSEEK": ("https://api.deepseek.com", "deepseek-v4-flash"),
-             "OPENAI": ("https://api.openai.com/v1", "")}
-PLACEHOLDER = re.compile(r"(sk-)?(your|xxx|<|…|\.\.\.)", re.IGNORECASE)
-
-
+# ──── Part II · 12 Command line ──────────────────────────────────────────────────────────────
 def configure(flags: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
-    """Settings and where each came from: flag > environment > .env > default. ConfigError."""
+    """Settings and where each came from: flag > environment > .env > default. ValueError."""
+    table = read_table("help.yaml")
     file = dotenv.dotenv_values(ROOT / ".env", interpolate=False, encoding="utf-8-sig")
-    both = {n: str(t or "").strip("\"' \t\r\n") for n, t in (file | os.environ).items()}
-    known = {name: text for name, text in both.items() if text and not PLACEHOLDER.match(text)}
-    # The pair of variables whose address a flag asks for, else the one that is set higher up.
-    urls = {n: urlsplit(known.get(f"{n}_BASE_URL", url)) for n, (url, _) in PROVIDERS.items()}
-    asked = urlsplit(flags.base_url or "").netloc.lower().removesuffix(":443")
-    pairs = [n for place in (os.environ, file) for n in PROVIDERS
-             if {f"{n}_API_KEY", f"{n}_BASE_URL"} & known.keys() & place.keys()]
-    matching = [n for n, url in urls.items() if url.netloc.lower() == asked]
-    p = [*matching, "OPENAI"][0] if asked else [*pairs, "DEEPSEEK"][0]
-    names = {"model": "MODEL", "base_url": f"{p}_BASE_URL", "api_key": f"{p}_API_KEY"}
+    known = {name: str(text).strip("\"' \t\r\n") for name, text in (file | os.environ).items()
+             if not re.match(table["unset"], text or "")}
+    # Whose key and address are used: an address by flag is OpenAI's or like it.
+    pairs = ["OPENAI"] if flags.base_url else [
+        name for place in (os.environ, file) for name in table["providers"]
+        if {f"{name}_API_KEY", f"{name}_BASE_URL"} & known.keys() & place.keys()]
+    pair = [*pairs, "DEEPSEEK" if flags.model else "OFFLINE"][0]
+    names = {field: name.format(pair=pair) for field, name in table["variables"].items()}
     found = {field: known[name] for field, name in names.items() if name in known}
+    given = {n: v for n, v in vars(flags).items() if hasattr(Settings, n) and v not in (None, "")}
+    values = vars(Settings()) | table["providers"].get(pair, {}) | found | given
+    values["secrets"] = filter(None, [known.get(f"{name}_API_KEY") for name in table["providers"]])
+    url, is_folder = urlsplit(values["base_url"]), os.path.isdir(values["skills_dir"])
+    for text, pattern, fault in table["checks"]:
+        if not re.fullmatch(pattern, text.format(pair=pair, url=url, folder=is_folder, **values)):
+            raise ConfigError(fault.format(pair=pair, **values))
     origins = {field: "environment" if names[field] in os.environ else ".env" for field in found}
-    given = {s.name: v for s in fields(Settings) if (v := getattr(flags, s.name, None)) is not None}
-    keys = tuple(key for name in PROVIDERS if len(key := known.get(f"{name}_API_KEY", "")) >= 12)
-    chosen = Settings(**{**found, **given, "secrets": keys})
-    if chosen.max_steps < 1 or not 0 < chosen.timeout < 1e6 or not os.path.isdir(chosen.skills_dir):
-        raise ConfigError("--max-steps and --timeout must be above 0, --skills a folder")
-    online = chosen.api_key or chosen.base_url or flags.model
-    return complete(chosen, p) if online else chosen, origins | dict.fromkeys(given, "flag")
-
-
-def complete(settings: Settings, provider: str) -> Settings:
-    """The settings with address, key and model, or a ConfigError that says what is wrong."""
-    key, url, model = settings.api_key, *PROVIDERS[provider]
-    url, model = settings.base_url or url, settings.model or model
-    local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    faults = {
-        f"base URL {url!r} must start with http:// or https://": not re.match("(?i)https?://", url),
-        f"base URL {url!r}: leave /chat/completions off": "/chat/completions" in url,
-        f"{provider}_API_KEY is not set, in the environment or {ROOT / '.env'}": not (key or local),
-        f"{provider}_API_KEY holds what no key has; copy it again": not re.fullmatch("[!-~]*", key),
-        f"MODEL is not set: name the model that {url} is to use": not model,
-    }
-    if any(faults.values()):
-        raise ConfigError(next(fault for fault, applies in faults.items() if applies))
-    return replace(settings, base_url=url, api_key=key or "local", model=model)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists the flags")
+    # Variables are texts, and so are flags: each takes the type of its default.
+    values |= {} if values["base_url"] else {"protocol": "text"}  # all that a script speaks
+    settings = Settings(**{name: type(getattr(Settings, name))(v) for name, v in values.items()})
+    return settings, origins | dict.fromkeys(given, "flag")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code. Only SystemExit of --help gets out."""
+    """Runs the command line, each mistake one line; returns the exit code and raises nothing."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         getattr(stream, "reconfigure", dict)(errors="replace")  # no crash on a GBK or ASCII screen
-    parser = Parser("agent.py", description="An AI agent that you can read.", allow_abbrev=False)
-    parser.register("type", "int", int)
-    parser.register("type", "float", float)
+    parser = argparse.ArgumentParser("agent.py", usage=argparse.SUPPRESS, allow_abbrev=False)
     for names, options in read_table("help.yaml")["flags"].items():
         parser.add_argument(*names.split(), **options)
     try:
         return run(parser.parse_args(argv))
-    except ConfigError as error:
-        print(f"agent.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:  # the reader has gone, the disk is full, the folder is deleted
-        print(f"agent.py: {error}", file=sys.stderr)
-        # Without this, Python complains once more when it closes stdout.
+    except (KeyboardInterrupt, SystemExit) as stop:  # of argparse: 2, and 0 for --help
+        return int(getattr(stop, "code", 130))
+    except (ConfigError, ValueError, OSError) as error:  # ValueError: a bad URL, .env not in UTF-8
+        print(f"agent.py: {error} (see --help, and {ROOT / '.env'})", file=sys.stderr)
+        if not isinstance(error, OSError):
+            return 2
+        # The reader has gone, or the disk is full: Python would complain when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def run(flags: argparse.Namespace) -> int:
-    try:
-        settings, origins = configure(flags)
-    except ValueError as error:
-        raise ConfigError(f"a base URL is wrong, or .env is not UTF-8: {error}") from None
+    if flags.show is not None:
+        script = str(ROOT / "skills/sessions/scripts/sessions.py")
+        return subprocess.call([sys.executable, script, *filter(None, [flags.show])])
+    settings, origins = configure(flags)
     if flags.show_config:
-        for setting in fields(settings):
-            value = getattr(settings, setting.name)
-            value = "(set)" if value and not setting.repr else value
-            print(clean(f"{setting.name:<18} {value!s:<44} {origins.get(setting.name, 'default')}"))
+        for name, value in vars(settings).items():
+            shown = "(set)" if value and name in ("api_key", "secrets") else value
+            print(settings.redact(f"{name:<18} {shown!s:<44} {origins.get(name, 'default')}"))
         return 0
     question = " ".join(flags.question).strip()
-    piped = not (question or flags.demo or sys.stdin.isatty())
-    if piped and not (question := sys.stdin.read().strip()):
-        raise ConfigError("no question: give one as an argument or on standard input")
-    model = OpenAIModel(settings) if settings.base_url else ScriptedModel([])
-    trace = Trace(settings.trace, sys.stderr, model.name, again=flags.trace == "full")
-    agent = Agent(settings, model, listeners=[trace])
-    offline = [] if settings.base_url else [read_table("demo.yaml")["offline"][settings.lang]]
-    for notice in filter(None, [*offline, agent.shell.notice, *agent.skills.problems]):
-        trace.say(notice, "action")
+    if not (question or flags.demo or sys.stdin.isatty()):
+        question = sys.stdin.read().strip()
+        if not question:
+            raise ConfigError("no question: give one as an argument or on standard input")
+    agent = start(flags, settings, bool(question))
     if not flags.demo:
         return answer(agent, question) if question else converse(agent)
     codes: list[int] = []
-    for demo in read_table("demo.yaml")["questions"]:
-        print(end="\n" if codes else "", flush=True)
+    for asked in read_table("demo.yaml")["questions"][settings.lang]:
         agent.reset()
-        codes.append(answer(agent, demo[settings.lang]))
+        print(end="\n" if codes else "", flush=True)
+        codes.append(answer(agent, asked))
     return max(codes)
+
+
+def start(flags: argparse.Namespace, settings: Settings, once: bool) -> Agent:
+    """The agent with its listeners, and what is to be known of it on the screen."""
+    model = OpenAIModel(settings) if settings.base_url else ScriptedModel([])
+    trace = Trace(settings.trace, sys.stderr, model.name, again=flags.trace == "full")
+    fresh = not (flags.no_session or flags.demo or (once and settings.trace == "off"))
+    session = Session(Path.cwd(), settings.redact) if fresh or flags.resume is not None else None
+    agent = Agent(settings, model, listeners=filter(None, [session, trace]))
+    resumed = session.resume(agent, flags.resume) if session and flags.resume is not None else ""
+    offline = "" if settings.base_url else read_table("demo.yaml")["offline"][settings.lang]
+    for notice in filter(None, [offline, agent.shell.notice, *agent.skills.problems, resumed]):
+        print(paint(sys.stderr, "action", notice), file=sys.stderr)
+    return agent
 
 
 def answer(agent: Agent, question: str) -> int:
@@ -1031,14 +1041,10 @@ def answer(agent: Agent, question: str) -> int:
 
 
 def demo_replies(question: str, lang: str) -> list[str]:
-    """The script's replies to a demo question in either language, else one that names them all."""
-    demos = read_table("demo.yaml")["questions"]
-    scripts = {demo[code]: demo["replies"][code] for demo in demos for code in ("en", "zh")}
-    scripts |= {demo["id"]: demo["replies"][lang] for demo in demos}
-    plain = {re.sub(r"\W", "", asked).casefold(): replies for asked, replies in scripts.items()}
-    known = "\n".join(f"- {demo[lang]}" for demo in demos)
-    unknown = fill(read_table("demo.yaml")["unknown"][lang], questions=known)
-    return list(plain.get(re.sub(r"\W", "", question).casefold(), [unknown]))
+    """The script's replies to a question: letters and digits count, in any case."""
+    scripts = read_table("demo.yaml")["scripts"][lang].items()
+    plain = {re.sub(r"\W", "", text).casefold(): replies for text, replies in scripts}
+    return list(plain.get(re.sub(r"\W", "", question).casefold(), plain["unknown"]))
 
 
 def converse(agent: Agent) -> int:
@@ -1046,34 +1052,28 @@ def converse(agent: Agent) -> int:
     with contextlib.suppress(ImportError):  # Python can be built without it
         import readline  # noqa: F401
     print(clean(f"Glassbox, {agent.model.name}, {agent.shell.folder}. /help lists the commands."))
-    pending: list[str] = []
     while True:
         try:
-            text = read_question(pending)
-            if name := re.fullmatch(r"[/:](\w*)(?:\s.*)?", text):
+            text = read_question()
+            if name := re.fullmatch(r"[/:](\w*)( .*)?", text):
                 print(command(agent, name[1]))
             elif text:
                 answer(agent, text)
-        except EOFError:
+        except (KeyboardInterrupt, EOFError) as stop:
             print()
-            return 0
-        except KeyboardInterrupt:
-            print()
+            if isinstance(stop, EOFError):
+                return 0
 
 
-def read_question(pending: list[str]) -> str:
-    """The next question or command: a line, a pasted block, or what stands between \"\"\" lines."""
-    if not pending:
-        pending.append(input("you> "))
-        with contextlib.suppress(EOFError):
-            while select.select([sys.stdin], [], [], 0.05)[0]:
-                pending.append(input())
-    lines = [pending.pop(0)]
-    while lines[0].startswith('\"\"\"') and "\n".join(lines).count('\"\"\"') < 2:
-        lines.append(pending.pop(0) if pending else input("...> "))
-    while pending and not {lines[0][:1], pending[0][:1]} & {"/", ":"}:
-        lines.append(pending.pop(0))
-    return "\n".join(lines).strip().removeprefix('\"\"\"').removesuffix('\"\"\"').strip()
+def read_question() -> str:
+    """A line, what was pasted as a whole, or what stands between two lines of three quotes."""
+    text = input("you> ")
+    while text.startswith('\"\"\"') and text.count('\"\"\"') == 1:
+        text += "\n" + input("...> ")
+    with contextlib.suppress(EOFError):
+        while select.select([sys.stdin], [], [], 0.05)[0]:
+            text += "\n" + input()
+    return text.strip().removeprefix('\"\"\"').removesuffix('\"\"\"').strip()
 
 
 def command(agent: Agent, name: str) -> str:
@@ -1082,17 +1082,16 @@ def command(agent: Agent, name: str) -> str:
         raise EOFError
     if name == "new":
         agent.reset()
-    size = sum(len(message["content"]) for message in agent.messages)
+    if name == "compact":
+        agent.begin()
+        name = f"compact {compact(agent, 'command')}"
+    texts, window = read_table("help.yaml")["commands"], agent.settings.context_window
     sent = [f"[{n}] {each['role']}\n{each['content']}" for n, each in enumerate(agent.messages)]
-    said = {
-        "help": str(read_table("help.yaml")["commands"]),
-        "new": "a new conversation",
-        "skills": agent.skills.catalogue() or "no skills",
-        "prompt": agent.messages[0]["content"],
-        "messages": "\n\n".join(sent),
-        "status": f"{agent.model.name} in {agent.shell.folder}, {len(sent)} messages, {size} chars",
-    }
-    return said.get(name, f"no command is called /{name}; the commands:\n{said['help']}")
+    return str(texts.get(name, texts["unknown"])).format(
+        agent=agent, typed=name, help=texts["help"], count=len(sent),
+        tokens=estimate(agent.messages), window=window or "unknown",
+        limit=threshold(window) or "none", skills=agent.skills.catalogue() or "no skills",
+        messages="\n\n".join(sent))
 
 
 if __name__ == "__main__":

@@ -332,9 +332,11 @@ def test_configuration_an_address_by_flag_gets_its_own_pairs_key(call: Call, has
         env |= {"OPENAI_BASE_URL": openai.url, "MODEL": "m"}
         env |= {"OPENAI_API_KEY": OPENAI} if has_key else {}
         assert call("-q", "hi", "--base-url", openai.url, **env).code == 0
-        assert call("-q", "hi", "--base-url", deepseek.url, **env).code == 0
+        # DeepSeek's own address gets no other key.
+        line = one_line(call("-q", "hi", "--base-url", "https://api.DeepSeek.com:443/v1", **env))
+    assert "DEEPSEEK_API_KEY" in line
     assert bearer(openai) == [f"Bearer {OPENAI if has_key else 'local'}"]
-    assert bearer(deepseek) == [f"Bearer {DEEPSEEK}"]
+    assert deepseek.requests == []
 
 
 def test_configuration_an_address_higher_up_does_not_get_the_key_below(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from loopback import Response, Server, body, cut, error, html, refused, reply, sse
 from program import Program
 from test_repl import CTRL_D, PROMPT, say
+
+import agent
 
 OVERFLOWS: dict[str, Response] = {
     "openai": error(
@@ -80,6 +83,8 @@ def test_a05_a07_a08_each_fault_is_a_line_and_the_conversation_goes_on(program: 
         with program.terminal("--trace", "off", NO_COLOR="1", **env) as terminal:
             terminal.until(PROMPT)
             for name in FAULTS:
+                if name.startswith("overflow"):  # a longer conversation would be compacted
+                    say(terminal, "/new")
                 told = [line for line in say(terminal, name).splitlines() if line.strip()]
                 assert len(told) == 1 and told[0].startswith("error: "), (name, told)
                 assert len(told[0]) < 700
@@ -101,3 +106,15 @@ def test_a10_a13_refused_options_and_cut_replies_need_no_line(program: Program) 
     assert (done.code, done.out) == (0, "as ever\n")
     assert not (program.folder / "ran").exists()
     assert "temperature" not in server.requests[-1].json and "stop" not in server.requests[-1].json
+
+
+NO_OVERFLOW = [error(400), error(401, "context window"), error(422), html("context window", 200)]
+
+
+@pytest.mark.parametrize("response", [*OVERFLOWS.values(), error(413), *NO_OVERFLOW])
+def test_a15_a_context_overflow_can_be_told_from_other_errors(response: Response) -> None:
+    with Server([response]) as server, pytest.raises(agent.ModelError) as caught:
+        settings = agent.Settings(model="m", base_url=server.url)
+        agent.OpenAIModel(settings)([{"role": "user", "content": "hi"}], lambda text, dim: None)
+    assert isinstance(caught.value, agent.Overflow) is (response not in NO_OVERFLOW)
+    assert ("/new" in str(caught.value)) is (response not in NO_OVERFLOW)

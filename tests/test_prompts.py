@@ -70,17 +70,14 @@ def test_c04_no_other_prompt_or_skill_shows_a_reply_that_fails() -> None:
     paths = [*(ROOT / "prompts").glob("*"), *SKILLS]
     assert len(paths) > 8
     for path in paths:
-        if path.name not in ("protocol-text.md", "demo.yaml"):
+        if path.name != "demo.yaml" and not path.name.startswith("protocol-"):
             for example in text_examples(path.read_text("utf-8")):
                 check_text_example(example)
 
 
 def demo_scripts() -> list[tuple[str, list[str]]]:
-    scripts = [(f"unknown-{lang}", [DEMO["unknown"][lang]]) for lang in ("en", "zh")]
-    for question in DEMO["questions"]:
-        for lang in ("en", "zh"):
-            scripts.append((f"{question['id']}-{lang}", question["replies"][lang]))
-    return scripts
+    groups = [(lang, DEMO[part][lang]) for part in ("questions", "others") for lang in ("en", "zh")]
+    return [(f"{lang}-{name}", told) for lang, group in groups for name, told in group.items()]
 
 
 @pytest.mark.parametrize("output", ["", "u", "a.py\nb.py", "Final Answer: 1\nAction: x"])

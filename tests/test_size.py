@@ -25,8 +25,10 @@ SECTIONS = [
     "I 6 Loop",
     "I 7 Trace",
     "II 8 Guard and sandbox",
-    "II 9 Edges",
-    "II 10 Command line",
+    "II 9 Memory",
+    "II 10 Variants",
+    "II 11 Edges",
+    "II 12 Command line",
 ]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AsyncFor, ast.AsyncWith)

@@ -244,7 +244,7 @@ def test_c11_an_unknown_skill_is_answered_with_the_valid_names(tmp_path: Path) -
     skill(tmp_path, "code-review")
     answer = agent.Skills(tmp_path / "skills", tmp_path).load("code-reveiw")
     assert answer.startswith("[error:")
-    assert "the nearest first: code-review" in answer
+    assert "the skills: code-review" in answer
     huge = agent.Skills(tmp_path / "skills", tmp_path).load("x" * 1_000_000)
     assert huge.startswith("[error:")
     assert len(huge) < 1_000
