@@ -635,7 +635,7 @@ def remember(agent: Agent, event: str, data: dict[str, Any]) -> None:
         agent.messages.append(agent.every[-1])
     elif event == "compaction":
         summary = {"kind": "summary", "role": "user", "content": str.strip(data["summary"])}
-        if not 0 < data["kept"] < len(agent.messages):
+        if not summary["content"].encode() or not 0 < data["kept"] < len(agent.messages):
             raise ValueError("as many messages as it keeps are not there")
         agent.compacted = f"{data['before']:,} → {data['after']:,} tokens"
         agent.messages[1 : -data["kept"]] = [summary]

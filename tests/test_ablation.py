@@ -337,7 +337,7 @@ def test_c04_every_example_of_a_form_parses(form: str, tmp_path: Path) -> None:
         raw = value if form == "xml" else list(json.loads(example).values())[-1]
         assert (parsed.answer if isinstance(parsed, agent.Final) else parsed.input) == raw
         assert isinstance(parsed, agent.Final) or parsed.tool == "run_command"
-    assert kinds == ["Action", "Final", "Action", "Action", "Final"]
+    assert kinds == ["Action", "Final", "Action", "Action", "Action", "Final"]
     assert text.count("tool") and "{" not in text.replace('{"', "")
 
 

@@ -36,8 +36,8 @@ def overview(path: Path) -> str:
         status = data["status"] if event == "result" else status
 
     bad = agent.replay(path, tell)
-    asked = [m["content"] for m in reader.every if m["kind"] == "question"] or ["?"]
-    first = asked[0].splitlines()[0][:50]
+    asked = [m["content"] for m in reader.every if m["kind"] == "question"]
+    first = (asked or ["?"])[0].splitlines()[0][:50]
     damage = f", {len(bad)} lines damaged" if bad else ""
     return f"{path.stem}  {len(asked)} questions, {steps} steps, {status}{damage}: {first}"
 
