@@ -507,7 +507,7 @@ class Trace:
         for colour, text in read_table("help.yaml")["trace"].get(name, []):
             self.say(text.format(**self.values), colour)
         for number, m in enumerate(data["sent"] if event == "request" else []):
-            known, asked = m["content"] in self.shown, number + 1 == len(data["sent"])
+            known, asked = m["content"] in self.shown, data["step"] == 1 and m is data["sent"][-1]
             head = f"[{number}] {m['role']}, {len(m['content']):,} characters"
             body = ", as before" if known and not self.again else f"\n{m['content']}"
             self.say(head + body, "dim" if known else "question" if asked else "")
