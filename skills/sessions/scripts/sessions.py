@@ -74,6 +74,8 @@ def main() -> int:
     try:
         if options.id and not paths:
             raise agent.ConfigError(f"no session {options.id!r} in this folder")
+        if not paths:
+            print("no session is kept in this folder", file=sys.stderr)
         for path in [] if options.id else paths:
             print(agent.clean(overview(path)))
         if options.id:
