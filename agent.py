@@ -822,7 +822,7 @@ def system_prompt(agent: Agent) -> str:
 def reply_form(agent: Agent) -> str:
     """prompts/protocol-<name>.md, without what an ablation takes away."""
     form = (PROMPTS / f"protocol-{agent.settings.protocol}.md").read_text("utf-8")
-    form = fill(form, tool="run_command" if agent.tools else "")
+    form = fill(form, tool="run_command" if agent.tools else "", any_tool=" or ".join(agent.tools))
     return SEEK["thoughts"].sub("", form) if "thoughts" in agent.settings.ablations else form
 
 

@@ -143,6 +143,7 @@ def test_f05_without_a_flag_the_request_is_what_the_prompt_files_say(
     values = {
         "form": (ROOT / f"prompts/protocol-{form}.md").read_text("utf-8").strip(),
         "tool": "run_command",
+        "any_tool": "run_command or load_skill",
         "tools": "\n".join(
             f"- {name}: {agent.read_table('nudges.yaml')[name]}"
             for name in ("run_command", "load_skill")
