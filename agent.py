@@ -80,8 +80,8 @@ class Settings:
 
 
 # ──── Part I · 2 Model: messages in, a reply out; only this section knows of the network ─────
-Message = dict[str, str]  # role (system, user or assistant) and content
-CUT = {"", "length", "content_filter", "insufficient_system_resource"}  # such a reply never runs
+Message = dict[str, str]  # role (system, user, assistant), content; in memory its kind too
+CUT = {"", "length", "content_filter", "insufficient_system_resource"}  # nothing in it runs then
 
 
 class Reply(NamedTuple):
@@ -276,7 +276,7 @@ Skill = NamedTuple("Skill", [("name", str), ("description", str), ("body", str),
 
 
 class Skills:
-    """The skills in a folder, for commands in another; `problems` are for the user's eyes."""
+    """The skills in `skills_dir`; commands run in `folder`. `problems`: lines for the user."""
     def __init__(self, skills_dir: Path, folder: Path | None = None) -> None:
         self.home, self.folder = (Path(os.path.realpath(p)) for p in (skills_dir, folder or "."))
         self.loaded: dict[str, str] = {}  # what the conversation holds already
@@ -349,7 +349,7 @@ class Agent:
         self.skills = Skills(settings.skills_dir, self.shell.folder)
         self.tools = {"run_command": (self.texts["run_command"], self.shell.run),
                       "load_skill": (self.texts["load_skill"], self.skills.load)}
-        for name in [name for hidden in settings.ablations for name in HIDES.get(hidden, ())]:
+        for name in [tool for part in settings.ablations for tool in HIDES.get(part, ())]:
             self.tools.pop(name, None)
         self.reset()
 
@@ -380,7 +380,7 @@ class Agent:
         return result
 
     def begin(self) -> None:
-        """A new turn: its step, what came in a row and how often, who asked for a summary."""
+        """A new turn: its step, what came how often in a row, the steps that asked for a summary."""
         self.step, self.streak, self.summaries = 0, dict[str, int](), list[int]()
         self.skills.loaded = {} if "history" in self.settings.ablations else self.skills.loaded
 
@@ -636,7 +636,7 @@ def remember(agent: Agent, event: str, data: dict[str, Any]) -> None:
     elif event == "compaction":
         summary = {"kind": "summary", "role": "user", "content": str.strip(data["summary"])}
         if not summary["content"].encode() or not 0 < data["kept"] < len(agent.messages):
-            raise ValueError("as many messages as it keeps are not there")
+            raise ValueError("no summary, or fewer messages than it keeps")
         agent.compacted = f"{data['before']:,} → {data['after']:,} tokens"
         agent.messages[1 : -data["kept"]] = [summary]
         agent.skills.loaded = {}
@@ -656,8 +656,8 @@ class Session:
 
     def open(self, path: Path) -> None:
         """Opens a file to append to. OSError; ConfigError: another process has it."""
-        private = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self.file: IO[str] = os.fdopen(private, "a", encoding="utf-8")
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self.file: IO[str] = os.fdopen(descriptor, "a", encoding="utf-8")
         try:
             import fcntl  # here, because Windows has none
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -737,9 +737,9 @@ def compact(agent: Agent, cause: str) -> bool:
     limit = threshold(size if cause == "overflow" else window or 2 * size)
     window = window if cause == "full" else size
     starts = [n for n, m in enumerate(messages) if m["kind"] not in ("observation", "nudge")]
-    tail = next((n for n in starts if estimate(messages[n:]) <= window * 0.16), starts[-1])
+    border = next((n for n in starts if estimate(messages[n:]) <= window * 0.16), starts[-1])
     # The request for a summary has to fit too. It is made once a step, and three times a turn.
-    fits = [n for n in starts if 1 < n <= tail and estimate(messages[:n]) + 256 <= limit]
+    fits = [n for n in starts if 1 < n <= border and estimate(messages[:n]) + 256 <= limit]
     if fits and agent.step not in agent.summaries and len(agent.summaries) < 3:
         agent.summaries.append(agent.step)
         ask = (PROMPTS / "compact.md").read_text("utf-8")
@@ -749,7 +749,7 @@ def compact(agent: Agent, cause: str) -> bool:
             summary = "" if reply.finish in CUT else reply.text.strip()
     if summary and shorten(agent, fits[-1], summary):
         return True
-    return overflow and shorten(agent, tail, agent.texts["dropped"])
+    return overflow and shorten(agent, border, agent.texts["dropped"])
 
 
 def shorten(agent: Agent, border: int, summary: str) -> bool:
@@ -804,6 +804,26 @@ def view(messages: list[Message], hidden: Iterable[str]) -> list[Message]:
     return sent
 
 
+# ──── Part II · 11 Edges: prompts, replies, outputs, skill files as they come in real life ────
+KEEP = 65_536  # characters kept of either end of an output, before escapes go
+
+
+def clean(text: str) -> str:
+    """Valid UTF-8 without terminal escapes; of the control characters newline and tab stay."""
+    return SEEK["noise"].sub("", text.encode("utf-8", "replace").decode("utf-8"))
+
+
+@functools.cache
+def read_table(name: str) -> Any:
+    return yaml.safe_load((PROMPTS / name).read_text("utf-8"))
+
+
+def fill(template: str, **values: str) -> str:
+    """Puts values in for {names}; a paragraph with an empty value is left out."""
+    text = re.sub(r"\{(\w+)\}", lambda slot: values.get(slot[1], slot[0]) or "\0", template.strip())
+    return "\n\n".join(part for part in text.split("\n\n") if "\0" not in part)
+
+
 def system_prompt(agent: Agent) -> str:
     """prompts/system.md filled with what holds here; a paragraph without a value is left out."""
     settings, shell, tools = agent.settings, agent.shell, agent.tools
@@ -824,26 +844,6 @@ def reply_form(agent: Agent) -> str:
     form = (PROMPTS / f"protocol-{agent.settings.protocol}.md").read_text("utf-8")
     form = fill(form, tool="run_command" if agent.tools else "", any_tool=" or ".join(agent.tools))
     return SEEK["thoughts"].sub("", form) if "thoughts" in agent.settings.ablations else form
-
-
-# ──── Part II · 11 Edges: prompts, replies, outputs, skill files as they come in real life ────
-KEEP = 65_536  # characters kept of either end of an output, before escapes go
-
-
-def clean(text: str) -> str:
-    """Valid UTF-8 without terminal escapes; of the control characters newline and tab stay."""
-    return SEEK["noise"].sub("", text.encode("utf-8", "replace").decode("utf-8"))
-
-
-@functools.cache
-def read_table(name: str) -> Any:
-    return yaml.safe_load((PROMPTS / name).read_text("utf-8"))
-
-
-def fill(template: str, **values: str) -> str:
-    """Puts values in for {names}; a paragraph with an empty value is left out."""
-    text = re.sub(r"\{(\w+)\}", lambda slot: values.get(slot[1], slot[0]) or "\0", template.strip())
-    return "\n\n".join(part for part in text.split("\n\n") if "\0" not in part)
 
 
 def grow(reply: Reply, chunk: Any) -> Reply:
@@ -961,8 +961,8 @@ def configure(flags: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
         if not re.fullmatch(pattern, text.format(pair=pair, url=url, folder=is_folder, **values)):
             raise ConfigError(fault.format(pair=pair, **values))
     origins = {field: "environment" if names[field] in os.environ else ".env" for field in found}
-    # Variables are texts, and so are flags: each takes the type of its default.
     values |= {} if values["base_url"] else {"protocol": "text"}  # all that a script speaks
+    # Variables are texts, and so are flags: each takes the type of its default.
     settings = Settings(**{name: type(getattr(Settings, name))(v) for name, v in values.items()})
     return settings, origins | dict.fromkeys(given, "flag")
 
