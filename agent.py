@@ -380,7 +380,7 @@ class Agent:
         return result
 
     def begin(self) -> None:
-        """A new turn: its step, what came how often in a row, the steps that asked for a summary."""
+        """Start a turn: step 0, no streaks, no step that asked for a summary."""
         self.step, self.streak, self.summaries = 0, dict[str, int](), list[int]()
         self.skills.loaded = {} if "history" in self.settings.ablations else self.skills.loaded
 

@@ -102,7 +102,8 @@ def trial(folder: Path, moment: str) -> Trial:
         == ["system", *["user", "assistant"] * (len(sent) // 2 - 1), "user"],
         "the result isn't unknown": str(sent).count(unknown) == interrupted,
         "the first resume doesn't say so": f"lost results: {interrupted}," in told,
-        "the second resume repairs": "lost results: 0, bad lines: 0" in again and first.messages == known,
+        "the second resume repairs": "lost results: 0, bad lines: 0" in again
+        and first.messages == known,
         "it can't go on": result.status == "final",
         "the command ran at a wrong time": runs == int(moment in ("command", "observation")),
     }
