@@ -48,6 +48,11 @@ ROOT = Path(__file__).resolve().parent
 PROMPTS = ROOT / "prompts"
 
 
+@functools.cache
+def read_table(name: str) -> Any:
+    return yaml.safe_load((PROMPTS / name).read_text("utf-8"))
+
+
 class ConfigError(Exception):
     """A flag, variable or file that can't be used as it is: one line, exit code 2."""
 
@@ -75,13 +80,13 @@ class Settings:
 
     def redact(self, text: str) -> str:
         """The text cleaned (see `clean`), and with every known key replaced by `[key]`."""
-        keys = [key for key in (*self.secrets, self.api_key) if len(key) >= 12]
+        keys = [k for k in sorted({*self.secrets, self.api_key}, key=len)[::-1] if len(k) >= 12]
         return functools.reduce(lambda t, key: t.replace(key, "[key]"), keys, clean(text))
 
 
 # ──── Part I · 2 Model: messages in, a reply out; only this section knows of the network ─────
 Message = dict[str, str]  # role (system, user, assistant), content; in memory its kind too
-CUT = {"", "length", "content_filter", "insufficient_system_resource"}  # nothing in it runs then
+CUT = ("", "length", "content_filter", "insufficient_system_resource")  # nothing in it runs then
 
 
 class Reply(NamedTuple):
@@ -129,10 +134,11 @@ class OpenAIModel:
         # Seconds that a server may ask us to wait; what is longer is reported.
         vars(openai._base_client)["MAX_RETRY_AFTER_DELAY"] = 60
         settings, start, plain = self.settings, Reply("", finish=""), None
-        timeout = openai.Timeout(settings.read_timeout, connect=10)
-        key, url = settings.api_key or "local", settings.base_url
+        limits, url = openai.Timeout(settings.read_timeout, connect=10), settings.base_url
+        # Empty, else the SDK would send OpenAI's from the environment to any server.
+        who: Any = {"api_key": settings.api_key or "local", "organization": "", "project": ""}
         try:
-            self.client = self.client or openai.OpenAI(api_key=key, base_url=url, timeout=timeout)
+            self.client = self.client or openai.OpenAI(base_url=url, timeout=limits, **who)
             chunks = self.client.post(
                 "/chat/completions", cast_to=object, stream=True, stream_cls=openai.Stream[object],
                 body={"model": self.name, "messages": messages, "stream": True, **self.options})
@@ -147,7 +153,7 @@ class OpenAIModel:
                 raise ValueError("the server's stream held no reply")
         except Exception as error:  # the SDK lets more through than its own errors
             refused = self.options.keys() & re.findall(r"\w+", str(getattr(error, "body", "")))
-            if not refused or not isinstance(error, openai.BadRequestError):
+            if not refused or getattr(error, "status_code", 0) not in (400, 422):
                 raise self.explain(error, plain) from None
             del self.options[refused.pop()]  # from now on
             yield from self.stream(messages)
@@ -225,8 +231,7 @@ Action = NamedTuple("Action", [("tool", str), ("input", str), ("thought", str), 
 Parsed = Action | Final | Invalid
 
 # What is looked for in a reply: `token` finds the labels, and the quotations that may hide some.
-SEEK = {name: re.compile(pattern, re.MULTILINE | re.IGNORECASE | re.VERBOSE) for name, pattern
-        in yaml.safe_load((PROMPTS / "replies.yaml").read_text("utf-8")).items()}
+SEEK = {k: re.compile(v, re.M | re.I | re.X) for k, v in read_table("replies.yaml").items()}
 
 
 def parse_reply(text: str) -> Parsed:
@@ -344,7 +349,7 @@ class Agent:
                  folder: Path | None = None, listeners: Iterable[Listener] = ()) -> None:
         self.settings, self.model = settings, model
         self.listeners: list[Listener] = [*listeners, functools.partial(remember, self)]
-        self.texts: dict[str, str] = read_table("nudges.yaml")
+        self.texts = read_table("nudges.yaml") | read_table("nudges.yaml")[settings.protocol]
         self.shell = Shell(settings, folder or Path.cwd())
         self.skills = Skills(settings.skills_dir, self.shell.folder)
         self.tools = {"run_command": (self.texts["run_command"], self.shell.run),
@@ -374,7 +379,7 @@ class Agent:
             result = self.run_turn()
         except (Exception, KeyboardInterrupt) as error:  # Ctrl-C, a ModelError, a fault of a tool
             status = "error" if isinstance(error, Exception) else "interrupted"
-            result = Result(status, remark=str(error) or type(error).__name__)
+            result = Result(status, remark=str(error) if status == "error" else "by Ctrl-C")
         result = result._replace(steps=self.step)
         self.emit("result", **result._asdict())
         return result
@@ -393,8 +398,7 @@ class Agent:
             if isinstance(parsed, Final):
                 hurried = self.step == self.settings.max_steps > 1  # see `add`
                 return Result("max_steps" if hurried else "final", parsed.answer)
-            ended = self.act(parsed) if isinstance(parsed, Action) else self.nudge(parsed)
-            if ended:
+            if ended := self.act(parsed) if isinstance(parsed, Action) else self.nudge(parsed):
                 return ended
         return Result("max_steps", remark=f"no answer within {self.settings.max_steps} steps")
 
@@ -402,6 +406,7 @@ class Agent:
         """One model call with all the messages; the reply streams to the listeners."""
         sent = view(self.messages, self.settings.ablations)
         self.emit("request", step=self.step, sent=sent)
+        self.emit("waiting")
         try:
             reply = self.model(sent, lambda text, dim: self.emit("text", text=text, dim=dim))
         except Overflow:
@@ -457,7 +462,8 @@ class Agent:
             return Result("max_steps" if last else "final", prose, remark="prose, no label")
         if streak["invalid"] == 3 or streak.get("useless") == 2:
             return Result("cut" if reason == "cut" else "invalid", remark=f"the reply: {reason}")
-        self.add("nudge", fill(self.texts[reason], form=reply_form(self)))
+        form, tool = reply_form(self).split("\nExample:")[0], "run_command" if self.tools else ""
+        self.add("nudge", fill(self.texts[reason], form=form, tool=tool))
         return None
 
     def observe(self, action: Action, output: str) -> None:
@@ -494,15 +500,14 @@ class Trace:
     def __init__(self, mode: str, out: TextIO, title: str, again: bool = False) -> None:
         self.mode, self.out, self.values = mode, out, {"title": title, "step": 0}
         self.again = mode == "full" and (again or paint(out, "dim", "") != "")
-        self.shown, self.usages = set[str](), list[dict[str, int] | None]()  # texts; of the turn
+        self.shown, self.used = set[str](), list[dict[str, int] | None]()  # texts; of the turn
 
     def __call__(self, event: str, data: dict[str, Any]) -> None:
         """Draws an event by its rows in prompts/help.yaml: each a colour and a text."""
         if event == "text":
             self.say(data["text"], "dim" if data["dim"] else "", end="")
-        self.usages += [data["usage"]] if event == "reply" else []
-        tokens = {"step_tokens": count_usage(self.usages[-1:]), "tokens": count_usage(self.usages)}
-        self.values |= data | tokens
+        self.used += [data["usage"]] if event == "reply" else []
+        self.values |= data | {"tokens": spent(self.used[-1:] if event == "reply" else self.used)}
         name = f"{event} {data['kind']}" if "kind" in data else event
         for colour, text in read_table("help.yaml")["trace"].get(name, []):
             self.say(text.format(**self.values), colour)
@@ -512,13 +517,11 @@ class Trace:
             body = ", as before" if known and not self.again else f"\n{m['content']}"
             self.say(head + body, "dim" if known else "question" if asked else "")
             self.shown.add(m["content"])
-        if event == "request":
-            self("waiting", {})
-        self.usages = [] if event == "result" else self.usages
+        self.used = [] if event == "result" else self.used
 
     def say(self, text: str, kind: str = "", end: str = "\n") -> None:
         if self.mode != "off":
-            print(paint(self.out, kind, text), end=end, file=self.out, flush=True)
+            print(paint(self.out, kind, clean(text)), end=end, file=self.out, flush=True)
 
 
 # ──── Part II · 8 Guard and sandbox: a seat belt and a fence ─────────────────────────────────
@@ -631,11 +634,11 @@ def remember(agent: Agent, event: str, data: dict[str, Any]) -> None:
         role = ROLES[data["kind"]]
         if not data["content"].strip().encode() or (role == "assistant" and not agent.every):
             raise ValueError("no text, or an answer without a question")
-        agent.every.append({"kind": data["kind"], "role": role, "content": data["content"]})
+        agent.every.append({"kind": data["kind"], "role": role, "content": clean(data["content"])})
         agent.messages.append(agent.every[-1])
     elif event == "compaction":
-        summary = {"kind": "summary", "role": "user", "content": str.strip(data["summary"])}
-        if not summary["content"].encode() or not 0 < data["kept"] < len(agent.messages):
+        summary = {"kind": "summary", "role": "user", "content": clean(data["summary"]).strip()}
+        if not data["summary"].strip().encode() or not 0 < data["kept"] < len(agent.messages):
             raise ValueError("no summary, or fewer messages than it keeps")
         agent.compacted = f"{data['before']:,} → {data['after']:,} tokens"
         agent.messages[1 : -data["kept"]] = [summary]
@@ -650,12 +653,14 @@ class Session:
     def __init__(self, folder: Path, redact: Callable[[str], str]) -> None:
         self.home, self.redact = folder / ".agent" / "sessions", redact
         with contextlib.suppress(OSError):  # this early, so that the sandbox hides it
-            self.home.mkdir(parents=True, exist_ok=True)
-            self.home.parent.chmod(0o700)
-            (self.home.parent / ".gitignore").write_text("*\n")
+            self.home.parent.mkdir(0o700)
+            (self.home.parent / ".gitignore").write_text("*\n")  # only in a folder of our making
 
     def open(self, path: Path) -> None:
         """Opens a file to append to. OSError; ConfigError: another process has it."""
+        if self.home.is_symlink() or self.home.parent.is_symlink():
+            raise OSError(f"{self.home} is a link, perhaps out of the folder")
+        self.home.mkdir(0o700, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self.file: IO[str] = os.fdopen(descriptor, "a", encoding="utf-8")
         try:
@@ -666,7 +671,7 @@ class Session:
 
     def __call__(self, event: str, data: dict[str, Any]) -> None:
         """Writes an event down, before it changes the memory."""
-        if event == "text":  # the event `reply` has it as a whole
+        if event in ("text", "waiting"):  # the event `reply` has the text as a whole
             return
         if event == "request":  # the messages are in the log already
             sent = json.dumps(data["sent"], ensure_ascii=False).encode()
@@ -685,8 +690,8 @@ class Session:
 
     def resume(self, agent: Agent, name: str) -> str:
         """Goes on with a session; a line on what it did. An action that may have run never runs."""
-        path = max(self.home.glob(f"{name}*.jsonl"), key=os.path.getmtime, default=None)
-        if not path:
+        logs = self.home.glob(re.sub(r"[^\w-]", "_", name) + "*.jsonl")  # no pattern, no path
+        if not (path := max(logs, key=os.path.getmtime, default=None)):
             raise ConfigError(f"no session {name!r} in {self.home}; --sessions lists them")
         self.open(path)
         system = agent.messages[0]["content"]
@@ -756,12 +761,13 @@ def shorten(agent: Agent, border: int, summary: str) -> bool:
     """Replaces what is before the border by a summary, the user's words and the skills verbatim."""
     system, tail, before = agent.messages[0], agent.messages[border:], estimate(agent.messages)
     room = (agent.settings.context_window or before) // 4
-    words = [m for m in agent.every if m not in tail and estimate([m]) < room
-             and (m["kind"] == "question" or m["content"].startswith("Observation: Skill: "))]
-    while estimate(words) > room:
-        words.pop(len(words) // 2)  # the first wishes and the last ones matter most
+    words = [m["content"][: room // 2 if m["kind"] == "question" else None] for m in agent.every
+             if m not in tail and (m["kind"] == "question" or (
+                 m["content"].startswith("Observation: Skill: ") and estimate([m]) < room))]
+    while estimate([{"content": "\n\n".join(words)}]) > room:
+        words.pop((len(words) - 1) // 2)  # the first wishes and the last ones matter most
     text = fill(agent.texts["summary"], summary=summary, names=", ".join(agent.skills.loaded),
-                words="\n\n".join(message["content"] for message in words))
+                words="\n\n".join(words))
     after = estimate([system, {"content": text}, *tail])
     if after <= before * 0.9:
         agent.emit("compaction", summary=text, kept=len(tail), before=before, after=after)
@@ -811,11 +817,6 @@ KEEP = 65_536  # characters kept of either end of an output, before escapes go
 def clean(text: str) -> str:
     """Valid UTF-8 without terminal escapes; of the control characters newline and tab stay."""
     return SEEK["noise"].sub("", text.encode("utf-8", "replace").decode("utf-8"))
-
-
-@functools.cache
-def read_table(name: str) -> Any:
-    return yaml.safe_load((PROMPTS / name).read_text("utf-8"))
 
 
 def fill(template: str, **values: str) -> str:
@@ -878,10 +879,11 @@ def clean_input(value: str) -> str:
     return ""
 
 
-def count_usage(usages: list[dict[str, int] | None]) -> str:
+def spent(usages: list[Any]) -> str:
     """Tokens in and out as the server told them; `n/a` where it left one out."""
-    sums = [sum(u.get(f"{n}_tokens") or 0 for u in usages if u) for n in ("prompt", "completion")]
-    return "{:,} in, {:,} out".format(*sums) if usages and all(usages) else "n/a"
+    tokens = [re.findall(rf"'{n}_tokens': (\d+)", str(usages)) for n in ("prompt", "completion")]
+    sums = "{:,} in, {:,} out".format(*(sum(map(int, each)) for each in tokens))
+    return sums if usages and all(usages) and all(tokens) else "n/a"
 
 
 def exit_note(code: int) -> str:
@@ -929,14 +931,14 @@ def read_skill(path: Path, place: str, faults: list[str]) -> Skill:
         faults.append(f"{line}: not valid YAML; put the value in quotes" if head else f" {error}")
         fields = {key: value.strip(" \t\n\"'") for key, value in SEEK["field"].findall(head)}
     texts = (fields.get("name", ""), place, fields.get("description", ""))
-    name, place, description = (" ".join(clean(str(text)).split()) for text in texts)
-    facts = {"names": f"{name}/{place}", "description": description, "body": body,
+    name, place, about = (" ".join(clean(t if isinstance(t, str) else "").split()) for t in texts)
+    facts = {"names": f"{name}/{place}", "description": about, "body": body,
              "line": str(re.split("^description", head, flags=re.M)[0].count("\n") + 1)}
     faults += [fault.format(**facts) for fact, pattern, fault in read_table("help.yaml")["skill"]
                if not re.fullmatch(pattern, facts[fact])][:1]
     # A name that looks like a path or hides something is not taken.
     usable = re.fullmatch(r"(?!.*\.\.)[^/\\]+", name) and str(fields["name"]).strip().isprintable()
-    return Skill(name if usable else place, description[:1024], clean(body).strip(), path)
+    return Skill(name if usable else place, about[:1024], clean(body).strip()[:50_000], path)
 
 
 # ──── Part II · 12 Command line ──────────────────────────────────────────────────────────────
@@ -955,13 +957,13 @@ def configure(flags: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
     found = {field: known[name] for field, name in names.items() if name in known}
     given = {n: v for n, v in vars(flags).items() if hasattr(Settings, n) and v not in (None, "")}
     values = vars(Settings()) | table["providers"].get(pair, {}) | found | given
-    values["secrets"] = filter(None, [known.get(f"{name}_API_KEY") for name in table["providers"]])
+    values["secrets"] = [v for t in (known, file) for k, v in t.items() if v and k.endswith("_KEY")]
     url, is_folder = urlsplit(values["base_url"]), os.path.isdir(values["skills_dir"])
     for text, pattern, fault in table["checks"]:
         if not re.fullmatch(pattern, text.format(pair=pair, url=url, folder=is_folder, **values)):
             raise ConfigError(fault.format(pair=pair, **values))
     origins = {field: "environment" if names[field] in os.environ else ".env" for field in found}
-    values |= {} if values["base_url"] else {"protocol": "text"}  # all that a script speaks
+    values |= {} if values["base_url"] else {"protocol": "text", "context_window": 0}
     # Variables are texts, and so are flags: each takes the type of its default.
     settings = Settings(**{name: type(getattr(Settings, name))(v) for name, v in values.items()})
     return settings, origins | dict.fromkeys(given, "flag")
@@ -998,10 +1000,9 @@ def run(flags: argparse.Namespace) -> int:
             print(settings.redact(f"{name:<18} {shown!s:<44} {origins.get(name, 'default')}"))
         return 0
     question = " ".join(flags.question).strip()
-    if not (question or flags.demo or sys.stdin.isatty()):
-        question = sys.stdin.read().strip()
-        if not question:
-            raise ConfigError("no question: give one as an argument or on standard input")
+    piped = not (question or flags.demo or sys.stdin.isatty())
+    if piped and not (question := sys.stdin.read().strip()):
+        raise ConfigError("no question: give one as an argument or on standard input")
     agent = start(flags, settings, bool(question))
     if not flags.demo:
         return answer(agent, question) if question else converse(agent)
@@ -1068,12 +1069,12 @@ def converse(agent: Agent) -> int:
 def read_question() -> str:
     """A line, what was pasted as a whole, or what stands between two lines of three quotes."""
     text = input("you> ")
-    while text.startswith('\"\"\"') and text.count('\"\"\"') == 1:
+    while text.startswith('"""') and text.count('"""') == 1:
         text += "\n" + input("...> ")
     with contextlib.suppress(EOFError):
         while select.select([sys.stdin], [], [], 0.05)[0]:
             text += "\n" + input()
-    return text.strip().removeprefix('\"\"\"').removesuffix('\"\"\"').strip()
+    return text.strip().removeprefix('"""').removesuffix('"""').strip()
 
 
 def command(agent: Agent, name: str) -> str:
@@ -1082,16 +1083,16 @@ def command(agent: Agent, name: str) -> str:
         raise EOFError
     if name == "new":
         agent.reset()
-    if name == "compact":
+    if name == "compact" and agent.settings.base_url:
         agent.begin()
         name = f"compact {compact(agent, 'command')}"
     texts, window = read_table("help.yaml")["commands"], agent.settings.context_window
-    sent = [f"[{n}] {each['role']}\n{each['content']}" for n, each in enumerate(agent.messages)]
+    sent = view(agent.messages, agent.settings.ablations)
     return str(texts.get(name, texts["unknown"])).format(
         agent=agent, typed=name, help=texts["help"], count=len(sent),
         tokens=estimate(agent.messages), window=window or "unknown",
         limit=threshold(window) or "none", skills=agent.skills.catalogue() or "no skills",
-        messages="\n\n".join(sent))
+        messages="\n\n".join(f"[{n}] {m['role']}\n{m['content']}" for n, m in enumerate(sent)))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import agent
 
 ROOT = Path(agent.__file__).resolve().parent
 CASES = Path(__file__).parent / "cases"
-NUDGES: dict[str, str] = yaml.safe_load((ROOT / "prompts" / "nudges.yaml").read_text("utf-8"))
+TABLE = yaml.safe_load((ROOT / "prompts" / "nudges.yaml").read_text("utf-8"))
+NUDGES: dict[str, str] = TABLE | TABLE["text"]
 DEMO: dict[str, Any] = yaml.safe_load((ROOT / "prompts" / "demo.yaml").read_text("utf-8"))
 SKILLS = sorted((ROOT / "skills").rglob("*.md"))
 # A reply for each reason that there is no directive.

@@ -9,7 +9,6 @@ Exit codes: 0 · 2 no such session, or one of another format.
 from __future__ import annotations
 
 import argparse
-import glob
 import os
 import sys
 from pathlib import Path
@@ -54,6 +53,7 @@ def show(path: Path, full: bool) -> None:
         if event == "request":  # the log has each message once, and how many were sent
             data["sent"] = agent.view(reader.messages, hidden)
         if event == "reply":
+            trace("waiting", {})
             trace("text", {"text": data["reasoning"], "dim": True})
             trace("text", {"text": data["text"], "dim": False})
         trace(event, data)
@@ -69,15 +69,18 @@ def main() -> int:
     parser.add_argument("id", nargs="?", help="show this one: the beginning of its name")
     parser.add_argument("--full", action="store_true", help="known messages in full, again")
     options = parser.parse_args()
-    home, name = Path.cwd() / ".agent" / "sessions", glob.escape(options.id or "")
-    paths = sorted(home.glob(f"{name}*.jsonl"))
+    home, name = Path.cwd() / ".agent" / "sessions", options.id or ""
+    paths = sorted(path for path in home.glob("*.jsonl") if path.name.startswith(name))
     try:
         if options.id and not paths:
             raise agent.ConfigError(f"no session {options.id!r} in this folder")
         if not paths:
             print("no session is kept in this folder", file=sys.stderr)
         for path in [] if options.id else paths:
-            print(agent.clean(overview(path)))
+            try:
+                print(agent.clean(overview(path)))
+            except (agent.ConfigError, OSError) as error:
+                print(f"{path.stem}  {error}")
         if options.id:
             show(paths[-1], options.full)
     except BrokenPipeError:  # the reader, `head` perhaps, has seen enough
