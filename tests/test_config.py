@@ -440,6 +440,26 @@ def test_d04_a_bad_flag_is_one_line_that_names_it(call: Call, args: list[str], n
     assert "usage" not in line.lower()
 
 
+def test_a03_a_key_that_an_empty_variable_hides_is_a_secret_too(call: Call, dotenv: Dotenv) -> None:
+    dotenv(f"DEEPSEEK_API_KEY={DEEPSEEK}\n")
+    longer = DEEPSEEK + "-and-more"
+    echo = f"Action: run_command\nAction Input: echo {DEEPSEEK[:5]}''{DEEPSEEK[5:]} {longer}"
+    with Server([reply(echo), reply("Final Answer: 4")]) as server:
+        env = {"DEEPSEEK_API_KEY": "", "OPENAI_API_KEY": longer, "MODEL": "m"}
+        done = call("2+2", "--sandbox", "off", OPENAI_BASE_URL=server.url, **env)
+        sent = server.requests[1].json["messages"][-1]["content"]
+    assert sent.endswith("\n[key] [key]") and "-and-more" not in done.err + sent
+    assert DEEPSEEK not in done.err
+
+
+def test_a03_what_the_sdk_takes_from_the_environment_is_not_sent(call: Call) -> None:
+    with answers() as server:
+        account = {"OPENAI_ORG_ID": "org-SECRET", "OPENAI_PROJECT_ID": "proj-SECRET"}
+        pair = {"DEEPSEEK_BASE_URL": server.url, "DEEPSEEK_API_KEY": DEEPSEEK}
+        assert call("2+2", "-q", **account, **pair).code == 0
+    assert "SECRET" not in str(server.requests[0].headers)
+
+
 def test_a04_an_address_by_flag_of_no_pair_gets_no_deepseek_key(call: Call) -> None:
     with answers() as server:
         done = call("-q", "hi", "--base-url", server.url, DEEPSEEK_API_KEY=DEEPSEEK, MODEL="m")

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kill import MOMENTS, trials
-from loopback import Server, error, hang, reply
+from loopback import Server, error, hang, reply, sse
 from program import Done, Program, wait_for
 from subject import CUT, DONE, FAIL, FULL, Life, Subject, Watched, act, live, read, stored, told
 from test_repl import PROMPT, at, say
@@ -200,6 +200,70 @@ def test_e06_another_format_is_refused(call: Callable[..., Done], program: Progr
     assert path.read_bytes() == new
 
 
+@pytest.mark.parametrize("link", [".agent", ".agent/sessions"])
+def test_e05_a_link_out_of_the_folder_is_not_followed(
+    call: Callable[..., Done], program: Program, tmp_path_factory: pytest.TempPathFactory, link: str
+) -> None:
+    """A command in the sandbox can make one, for the next start of the program."""
+    other = tmp_path_factory.mktemp("other")
+    (other / ".gitignore").write_text("mine")
+    other.chmod(0o755)
+    (program.folder / link).parent.mkdir(exist_ok=True)
+    (program.folder / link).symlink_to(other)
+    done = call(WHO, "--trace", "new", "--lang", "en")
+    assert (done.code, len(told(done))) == (0, 1) and "is a link" in told(done)[0]
+    assert [p.name for p in other.iterdir()] == [".gitignore"]
+    assert (other / ".gitignore").read_text() == "mine"
+    assert stat.S_IMODE(other.stat().st_mode) == 0o755
+
+
+def test_e05_what_others_keep_in_the_state_folder_stays(
+    call: Callable[..., Done], program: Program
+) -> None:
+    (program.folder / ".agent").mkdir()
+    (program.folder / ".agent" / ".gitignore").write_text("!rules")
+    assert call(WHO).code == 0 and len(stored(program.folder)) == 1
+    assert (program.folder / ".agent" / ".gitignore").read_text() == "!rules"
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../sessions/", "*", "**", "?", "[a", "\0"])
+def test_d04_a_session_that_cant_be_is_one_line(
+    call: Callable[..., Done], program: Program, name: str
+) -> None:
+    call(WHO)
+    script = str(program.project / "skills/sessions/scripts/sessions.py")
+    done = call("x", "--resume", name)
+    assert (done.code, len(told(done))) == (2, 1) and "no session" in told(done)[0]
+    if name != "\0":  # no argument of a process can hold it
+        shown = subprocess.run([sys.executable, script, name], cwd=program.folder, text=True,
+                               capture_output=True)  # fmt: skip
+        assert (shown.returncode, shown.stdout, len(shown.stderr.splitlines())) == (2, "", 1)
+
+
+def test_e06_a_session_of_another_format_hides_no_other(
+    call: Callable[..., Done], program: Program
+) -> None:
+    call(WHO)
+    [path] = stored(program.folder)
+    (path.parent / "19990101-000000.jsonl").write_text('{"format": 2, "event": "header"}\n')
+    (path.parent / "20000101-000000.jsonl").mkdir()
+    done = program.run("--sessions")
+    assert (done.code, done.err, len(done.out.splitlines())) == (0, "", 3)
+    assert path.stem in done.out and "format" in done.out.splitlines()[0]
+
+
+def test_d03_a_foreign_log_cant_write_to_the_terminal(
+    call: Callable[..., Done], program: Program
+) -> None:
+    call(WHO)
+    [path] = stored(program.folder)
+    bad = "a\u001b]0;PWN\u0007\u001b[2Jb\u0000c\u202ed"
+    path.write_bytes(path.read_bytes().replace(WHO.encode(), json.dumps(bad)[1:-1].encode()))
+    shown, resumed = program.run("--show", path.stem), call("again", "--resume")
+    for text in (shown.out, resumed.err):
+        assert "abcd" in text and not re.search("[\x00\x07\x1b\u202e]", text)
+
+
 def test_e05_no_session_writes_nothing(call: Callable[..., Done], program: Program) -> None:
     assert (call(WHO, "--no-session").code, list(program.folder.iterdir())) == (0, [])
 
@@ -260,6 +324,15 @@ def test_e07_a_loaded_skill_stays_or_is_named(tmp_path: Path, size: int, whole: 
     assert "end of the skill" in one.messages[-2]["content"]
 
 
+def test_e07_a_question_that_is_too_long_is_never_forgotten(tmp_path: Path) -> None:
+    """Larger than the quarter of the window that words may take: its beginning stays."""
+    acts = [act("probe", f"{n} {'x' * 2_900}") for n in range(6)]
+    one = Subject(tmp_path, [*acts, DONE], "They acted.", context_window=9_600)
+    one.ask("FIND the fault in this log:\n" + "line\n" * 2_200)
+    assert one.all("compaction")
+    assert all("FIND the fault" in str(sent) for sent in one.mind.seen)
+
+
 @pytest.mark.parametrize("summary", ["", " \n", FAIL, CUT + "They", "blah " * 6_000])
 @pytest.mark.parametrize("overflows", ["", "window", FULL])  # FULL: says the server, same step
 def test_e08_a_bad_summary(tmp_path: Path, summary: str, overflows: str) -> None:
@@ -302,12 +375,18 @@ def test_e08_an_overflow_helps_itself_once(tmp_path: Path) -> None:
     (400, "This model's maximum context length is 4096 tokens. However, you requested more"),
     (400, "the request exceeds the available context size, try increasing it"),
     (413, "Request too large"),
+    (400, "The input token count (9000) exceeds the maximum number of tokens allowed (8192)."),
+    (400, "Invalid request: Your request exceeded model token limit: 8192"),
+    (400, "Range of input length should be [1, 8192]"),
+    (422, "inputs must have less than 8192 tokens: `max_new_tokens` must be less"),
+    (200, "This endpoint's maximum context length is 8192 tokens"),  # in a stream
 ])  # fmt: skip
 def test_e08_a_real_servers_overflow(tmp_path: Path, status: int, message: str) -> None:
     one = Subject(tmp_path, TALK[:8])
     for question in WORDS[:4]:
         one.ask(question)
-    answers = [error(status, message), reply("They talked."), reply("Final Answer: yes")]
+    failed = error(status, message) if status > 200 else sse({"error": {"message": message}})
+    answers = [failed, reply("They talked."), reply("Final Answer: yes")]
     with Server(answers) as server:
         one.model = agent.OpenAIModel(replace(one.settings, base_url=server.url))
         assert one.ask("and now?").answer == "yes"

@@ -242,6 +242,21 @@ def test_a13_cut_reply_is_marked(response: Response) -> None:
     assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize("usage", [{"prompt_tokens": "12"}, "n/a", [1], 5, {"prompt_tokens": None}])
+def test_a12_odd_usage_costs_no_answer(call: Callable[..., Done], usage: Any) -> None:
+    with Server([reply("Final Answer: 4", usage=usage)]) as server:
+        done = call("2+2", OPENAI_BASE_URL=server.url, MODEL="m")
+    assert (done.code, done.out) == (0, "4\n")
+    assert "[tokens: n/a]" in done.err
+
+
+@pytest.mark.parametrize("finish", [["stop"], {"reason": "stop"}, 1])
+def test_a12_an_odd_finish_reason_costs_no_answer(finish: Any, tmp_path: Path) -> None:
+    with Server([reply("Final Answer: 4", finish=finish)]) as server:
+        settings = replace(BASE, base_url=server.url, sandbox="off")
+        assert agent.Agent(settings, OpenAIModel(settings), tmp_path).ask("2+2").answer == "4"
+
+
 def test_a13_stream_that_stalls_is_cut() -> None:
     with Server([reply("half", pause=20)]) as server:
         start = time.monotonic()
@@ -439,6 +454,13 @@ def test_a10_refused_option_is_dropped_for_the_run(name: str) -> None:
     assert sent == [True, False, False]
     kept = {"temperature", "stop", "stream_options"} - {name}
     assert kept <= server.requests[1].json.keys()
+
+
+def test_a10_an_option_refused_with_422_is_dropped_too() -> None:
+    said = {"detail": [{"type": "extra_forbidden", "loc": ["body", "stream_options"]}]}
+    with Server([body(said, 422), reply("4")]) as server:
+        assert ask(server)[0].text == "4"
+        assert "stream_options" not in server.requests[1].json
 
 
 def test_a10_all_three_can_be_refused_and_none_twice() -> None:

@@ -273,6 +273,19 @@ def test_c03_one_megabyte_takes_no_time_to_speak_of(unit: str) -> None:
             agent.parse_reply(before + body)
 
 
+@pytest.mark.parametrize("fence", ["~", "`", "`~"])
+@pytest.mark.parametrize("before", ["", "Action: ", "Final Answer: ", f"{ACTION}\n"])
+def test_c03_a_long_fence_that_is_none_takes_no_time_either(fence: str, before: str) -> None:
+    with at_most(3):
+        agent.parse_reply(before + fence * 500_000 + "\nx`")
+
+
+@pytest.mark.parametrize("unit", ["\n", " ", "*\n", "\n\n> "])
+def test_c03_nor_does_taking_the_thought_away(unit: str) -> None:
+    with at_most(3):
+        agent.SEEK["thoughts"].sub("", "x\n" + unit * 200_000 + "Action: a", count=1)
+
+
 @pytest.mark.parametrize("invention", INVENTIONS)
 @pytest.mark.parametrize(
     "command",

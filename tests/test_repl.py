@@ -70,6 +70,29 @@ def test_d01_chinese_can_be_typed_and_erased(program: Program, editor: dict[str,
         assert asked(terminal) == ["你", "早"] + ["很早"] * (not editor)
 
 
+def test_f02_messages_are_shown_as_they_are_sent(program: Program) -> None:
+    hide = ("--no-observations", "--no-thoughts", "--sandbox", "off", "--trace", "off")
+    secret = "Thought: hmhm\nAction: run_command\nAction Input: echo SEC''RET"
+    with (
+        Server([reply(secret), reply("Final Answer: done")]) as server,
+        program.terminal(*hide, **at(server)) as terminal,
+    ):
+        terminal.until(PROMPT)
+        say(terminal, "what?")
+        shown = say(terminal, "/messages")
+    assert "Observation: [hidden]" in shown and "SECRET" not in shown and "hmhm" not in shown
+
+
+def test_e08_a_script_writes_no_summary(program: Program) -> None:
+    with program.terminal("--lang", "en", "--context-window", "2000") as terminal:
+        terminal.until(PROMPT)
+        who = "Who am I on this machine?"
+        for question in (who, "tell me something", who):
+            assert "list index" not in say(terminal, question)
+        assert "a script can write no summary" in say(terminal, "/compact")
+        assert "logged in as" in say(terminal, who)
+
+
 def test_d07_ctrl_c_at_the_prompt(program: Program, editor: dict[str, str]) -> None:
     with program.terminal("--trace", "off", **editor) as terminal:
         terminal.until(PROMPT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import re
@@ -304,6 +305,22 @@ def test_missing_empty_and_wrong_skills_folders(tmp_path: Path) -> None:
         skills = agent.Skills(tmp_path / name, tmp_path)
         assert (skills.catalogue(), skills.names()) == ("", [])
         assert skills.load("x").startswith("[error:")
+
+
+@pytest.mark.parametrize("field", ["description", "name"])
+def test_c10_a_yaml_bomb_is_a_skill_without_that_field(tmp_path: Path, field: str) -> None:
+    rows = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    names = "abcdefghijk"
+    for one, next_one in itertools.pairwise(names):
+        rows.append(f"{next_one}: &{next_one} [{', '.join([f'*{one}'] * 9)}]")
+    other = "name: bomb" if field == "description" else "description: Bombs."
+    text = "\n".join(["---", *rows, other, f"{field}: *k", "---", "body"])
+    skill(tmp_path, "bomb", text)
+    started = time.monotonic()
+    skills = agent.Skills(tmp_path / "skills", tmp_path)
+    assert time.monotonic() - started < 5
+    assert skills.catalogue() == ("" if field == "description" else "- bomb: Bombs.")
+    assert len(skills.problems) == 1 and len(skills.problems[0]) < 200
 
 
 def test_long_file_and_huge_folder(tmp_path: Path) -> None:
