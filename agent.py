@@ -328,7 +328,6 @@ class Skills:
 # The kinds of message, and the roles that a server knows: it has none for what a tool returns.
 ROLES = {"question": "user", "observation": "user", "nudge": "user", "action": "assistant",
          "final": "assistant", "invalid": "assistant", "ending": "assistant"}
-HIDES = {"tools": ("run_command", "load_skill"), "skills": ("load_skill",)}  # ablations
 
 
 class Result(NamedTuple):
@@ -354,8 +353,9 @@ class Agent:
         self.skills = Skills(settings.skills_dir, self.shell.folder)
         self.tools = {"run_command": (self.texts["run_command"], self.shell.run),
                       "load_skill": (self.texts["load_skill"], self.skills.load)}
-        for name in [tool for part in settings.ablations for tool in HIDES.get(part, ())]:
-            self.tools.pop(name, None)
+        if "skills" in settings.ablations:
+            del self.tools["load_skill"]
+        self.tools = {} if "tools" in settings.ablations else self.tools
         self.reset()
 
     def reset(self) -> None:

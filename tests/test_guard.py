@@ -117,3 +117,11 @@ def test_b14_home_and_folder_are_its_only_context(monkeypatch):
     assert agent.guard("cd ~/.. && rm -rf *", FOLDER) is not None
     monkeypatch.setenv("HOME", "/data/li")
     assert agent.guard("rm -rf /data/li", FOLDER) is not None
+
+
+def test_b14_a_rule_has_only_what_a_rule_can_have():
+    """An unquoted comma ends a text of YAML's, and its rest becomes a key."""
+    keys = {"rule", "program", "arguments", "path", "unless", "inside", "script", "reason", "safer"}
+    rules = agent.read_table("guard.yaml")["rules"]
+    assert all(rule.keys() <= keys and all(rule.values()) for rule in rules)
+    assert agent.guard("rm -rf .", FOLDER).reason.endswith("home or working folder")

