@@ -79,7 +79,7 @@ class Settings:
     lang: str = "zh" if os.environ.get("LANG", "").startswith("zh") else "en"  # of the demo
 
     def redact(self, text: str) -> str:
-        """The text cleaned (see `clean`), and with every known key replaced by `[key]`."""
+        """The text cleaned (see `clean`), each known key of 12 characters or more as `[key]`."""
         keys = [k for k in sorted({*self.secrets, self.api_key}, key=len)[::-1] if len(k) >= 12]
         return functools.reduce(lambda t, key: t.replace(key, "[key]"), keys, clean(text))
 
@@ -385,7 +385,7 @@ class Agent:
         return result
 
     def begin(self) -> None:
-        """Start a turn: step 0, no streaks, no step that asked for a summary."""
+        """Starts a turn: no steps, streaks, summaries; under --no-history no loaded skills."""
         self.step, self.streak, self.summaries = 0, dict[str, int](), list[int]()
         self.skills.loaded = {} if "history" in self.settings.ablations else self.skills.loaded
 
@@ -403,7 +403,7 @@ class Agent:
         return Result("max_steps", remark=f"no answer within {self.settings.max_steps} steps")
 
     def think(self, again: bool = False) -> Reply:
-        """One model call with all the messages; the reply streams to the listeners."""
+        """One model call (two after an overflow); the reply streams to the listeners."""
         sent = view(self.messages, self.settings.ablations)
         self.emit("request", step=self.step, sent=sent)
         self.emit("waiting")
